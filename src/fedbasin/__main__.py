@@ -1,0 +1,5 @@
+"""``python -m fedbasin`` is ``fedbasin``."""
+
+from fedbasin.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""The words all rooms share: vectors, replies, methods, rules, randomness, records."""

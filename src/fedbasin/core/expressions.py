@@ -1,0 +1,270 @@
+"""Expressions: the text that names a method, a partition, a model or a schedule.
+
+``ima(fedadam(lr=0.01), window=5)`` is what Python constructors nest, what a config file
+holds, what the command line takes and what a run is called. Text is read with Python's own
+parser but only names from the catalogue, calls and literals are accepted: nothing is
+evaluated. `text` writes the canonical form, and `parse(text(x)) == x`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+import types
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from fedbasin.core.catalogue import CATALOGUE, Card, Kind, Parameter, cards
+
+_LONGEST = 4000
+
+
+class ExpressionError(ValueError):
+    """An expression that cannot be read, with the name or argument at fault."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A function of the catalogue with its hyper-parameters filled in.
+
+    Calling it supplies the positional arguments: ``parse("iid")(pool, clients, rng)``.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...] = ()  # only those that differ from the default
+
+    def __call__(self, *supplied: Any) -> Any:
+        """Call the function with what only the caller knows."""
+        return CATALOGUE[self.name].make(*supplied, **dict(self.arguments))
+
+    def __str__(self) -> str:
+        return text(self)
+
+
+def parse(source: str, kind: Kind | None = None) -> Any:
+    """Read an expression; `kind` says what it must turn out to be.
+
+    Args:
+        source: the text, such as ``"dirichlet(alpha=0.1)"``.
+        kind: the family the result must belong to, or None for any.
+    """
+    if len(source) > _LONGEST:
+        raise ExpressionError(f"expression of {len(source)} characters; the limit is {_LONGEST}")
+    try:
+        tree = ast.parse(source.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ExpressionError(
+            f"cannot read {source!r}: write it like name or name(argument=value, ...)"
+        ) from error
+    if not isinstance(tree, ast.Name | ast.Call):
+        raise ExpressionError(f"{source!r} is not a name or a call such as name(argument=value)")
+    return _build(tree, kind)
+
+
+def text(thing: object) -> str:
+    """Write the canonical expression of an object built from the catalogue."""
+    if isinstance(thing, Choice):
+        return _call(CATALOGUE[thing.name], dict(thing.arguments))
+    for card in CATALOGUE.values():
+        if card.make is type(thing):
+            return _call(card, {p.name: getattr(thing, p.name) for p in card.parameters})
+    return _literal(thing)
+
+
+def _call(card: Card, given: dict[str, Any]) -> str:
+    parts = []
+    for position, parameter in enumerate(card.parameters):
+        value = given.get(parameter.name, parameter.default)
+        if not parameter.required and _same(value, parameter.default):
+            continue
+        nested = type(value) is Choice or any(c.make is type(value) for c in CATALOGUE.values())
+        written = text(value)
+        parts.append(written if nested and position == 0 else f"{parameter.name}={written}")
+    return f"{card.name}({', '.join(parts)})" if parts else card.name
+
+
+def _same(a: object, b: object) -> bool:
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, tuple):
+        inner = ", ".join(text(item) for item in value)
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, float) and math.isinf(value):
+        return "1e999" if value > 0 else "-1e999"
+    if value is None or (isinstance(value, bool | int | float | str) and value == value):
+        return repr(value)
+    raise ExpressionError(f"{value!r} has no text: use numbers, strings, tuples or listed names")
+
+
+def _build(node: ast.expr, kind: Kind | None) -> Any:
+    call = node if isinstance(node, ast.Call) else None
+    name = call.func if call else node
+    if not isinstance(name, ast.Name):
+        raise ExpressionError(f"{ast.unparse(node)!r}: only names from the catalogue can be called")
+    card = _find(name.id, kind)
+    given: dict[str, Any] = {}
+    known = {p.name: p for p in card.parameters}
+    if call:
+        if len(call.args) > len(known):
+            raise ExpressionError(
+                f"{card.name} takes at most {len(known)} arguments ({_names(known)}), "
+                f"got {len(call.args)}"
+            )
+        for parameter, argument in zip(known.values(), call.args, strict=False):
+            given[parameter.name] = _value(card, parameter, argument)
+        for keyword in call.keywords:
+            if keyword.arg is None or keyword.arg not in known:
+                raise ExpressionError(_unknown_argument(card, keyword.arg, list(known)))
+            if keyword.arg in given:
+                raise ExpressionError(f"{card.name}: argument {keyword.arg!r} is given twice")
+            given[keyword.arg] = _value(card, known[keyword.arg], keyword.value)
+    missing = [p.name for p in known.values() if p.required and p.name not in given]
+    if missing:
+        raise ExpressionError(
+            f"{card.name} needs {missing[0]!r}: write {card.name}({missing[0]}=...)"
+        )
+    return _make(card, given)
+
+
+def _make(card: Card, given: dict[str, Any]) -> Any:
+    if card.is_function:
+        changed = [
+            (p.name, given[p.name])
+            for p in card.parameters
+            if p.name in given and (p.required or not _same(given[p.name], p.default))
+        ]
+        return Choice(card.name, tuple(changed))
+    try:
+        return card.make(**given)
+    except ValueError as error:
+        raise ExpressionError(f"{card.name}: {error}") from error
+
+
+def _find(name: str, kind: Kind | None) -> Card:
+    card = CATALOGUE.get(name)
+    if card is not None and kind in (None, card.kind):
+        return card
+    valid = [c.name for c in cards(kind)] if kind else list(CATALOGUE)
+    what = f"no {kind} is called {name!r}" if kind else f"nothing is called {name!r}"
+    if card is not None:
+        what = f"{name!r} is a {card.kind}, not a {kind}"
+    raise ExpressionError(f"{what}; {_nearest(name, valid)}")
+
+
+def _nearest(name: str, valid: list[str]) -> str:
+    close = difflib.get_close_matches(name, valid, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"there are: {', '.join(sorted(valid))}"
+
+
+def _names(known: dict[str, Parameter]) -> str:
+    return ", ".join(known) or "none"
+
+
+def _unknown_argument(card: Card, name: str | None, valid: list[str]) -> str:
+    if name is None:
+        return f"{card.name}: ** is not allowed; name the arguments"
+    if not valid:
+        return f"{card.name} has no argument {name!r}; it takes none"
+    return f"{card.name} has no argument {name!r}; {_nearest(name, valid)}"
+
+
+def _value(card: Card, parameter: Parameter, node: ast.expr) -> Any:
+    value = _read(node)
+    fitted = fit(value, parameter.type)
+    if fitted is _NO_FIT:
+        raise ExpressionError(
+            f"{card.name}: argument {parameter.name!r} is {_shown(value)}, "
+            f"it must be {_type_name(parameter.type)}"
+        )
+    return fitted
+
+
+def _read(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name | ast.Call):
+        return _build(node, None)
+    if isinstance(node, ast.Tuple | ast.List):
+        return tuple(_read(item) for item in node.elts)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _read(node.operand)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return -value
+    if isinstance(node, ast.Constant) and isinstance(
+        node.value, bool | int | float | str | types.NoneType
+    ):
+        return node.value
+    raise ExpressionError(f"{ast.unparse(node)!r} is not a literal; nothing is computed in text")
+
+
+_NO_FIT = object()
+
+
+def fit(value: Any, wanted: Any) -> Any:
+    """Return the value as the wanted type (an int may stand for a float), or `_NO_FIT`."""
+    origin = get_origin(wanted)
+    if wanted is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        exact = [t for t in get_args(wanted) if isinstance(t, type) and type(value) is t]
+        for option in exact or get_args(wanted):
+            fitted = fit(value, option)
+            if fitted is not _NO_FIT:
+                return fitted
+        return _NO_FIT
+    if origin is Literal:
+        return value if any(_same(value, option) for option in get_args(wanted)) else _NO_FIT
+    if origin is tuple:
+        return _fit_tuple(value, get_args(wanted))
+    if wanted is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if number else _NO_FIT
+    if wanted is int:
+        return value if isinstance(value, int) and not isinstance(value, bool) else _NO_FIT
+    if wanted in (None, types.NoneType):
+        return value if value is None else _NO_FIT
+    return value if isinstance(value, origin or wanted) else _NO_FIT
+
+
+def _fit_tuple(value: Any, item_types: tuple[Any, ...]) -> Any:
+    if not isinstance(value, tuple):
+        return _NO_FIT
+    if len(item_types) == 2 and item_types[1] is Ellipsis:
+        item_types = (item_types[0],) * len(value)
+    if len(item_types) != len(value):
+        return _NO_FIT
+    fitted = tuple(fit(v, t) for v, t in zip(value, item_types, strict=True))
+    return _NO_FIT if any(item is _NO_FIT for item in fitted) else fitted
+
+
+def is_fit(value: Any, wanted: Any) -> bool:
+    """Whether a value can stand where the wanted type is asked for."""
+    return fit(value, wanted) is not _NO_FIT
+
+
+def _shown(value: Any) -> str:
+    try:
+        return text(value)
+    except ExpressionError:
+        return repr(value)
+
+
+def _type_name(wanted: Any) -> str:
+    if wanted is types.NoneType:
+        return "None"
+    if get_origin(wanted) is Literal:
+        return " or ".join(repr(option) for option in get_args(wanted))
+    if get_origin(wanted) in (Union, types.UnionType):
+        return " or ".join(_type_name(option) for option in get_args(wanted))
+    if get_origin(wanted) is tuple:
+        return f"a tuple of {_type_name(get_args(wanted)[0])}" if get_args(wanted) else "a tuple"
+    names = {
+        float: "a number",
+        int: "a whole number",
+        str: "a quoted string",
+        bool: "True or False",
+    }
+    return names.get(wanted, getattr(wanted, "__name__", str(wanted)).lower())

@@ -1,0 +1,137 @@
+"""A network as a pure function of vectors.
+
+`Net` turns an `nn.Module` into ``net(vector, inputs)``: parameters come from one flat vector
+[P], float buffers (BatchNorm statistics) from a second one [Q], and the randomness of
+dropout from a key. Integer buffers are the module's own: they are never sent or averaged.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedbasin.core.vectors import Layout
+
+
+class Outputs(NamedTuple):
+    """What one forward pass gives."""
+
+    logits: Tensor  # [B, classes]
+    features: Tensor | None  # [B, d] input of the last linear layer, where the module exposes it
+    buffers: Tensor  # [Q] statistics after the pass
+
+
+class _Exposed(nn.Module):
+    """A module whose forward returns features beside logits where the module has both."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.splits = callable(getattr(module, "features", None)) and isinstance(
+            getattr(module, "head", None), nn.Module
+        )
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return logits and features."""
+        if not self.splits:
+            return self.module(inputs), None
+        features = self.module.features(inputs)  # type: ignore[operator]
+        return self.module.head(features), features  # type: ignore[operator]
+
+
+class Net:
+    """A module that runs from vectors.
+
+    Args:
+        module: the network; its own weights are the initial model.
+        device: where it runs.
+        dtype: floating type of vectors and inputs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        module = module.to(device=device, dtype=dtype)
+        trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        if not trainable:
+            raise ValueError(f"{type(module).__name__} has no trainable parameter")
+        statistics = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
+        self.layout = Layout.of(trainable, _head_names(module, [n for n, _ in trainable]))
+        self.buffer_layout = Layout.of(statistics)
+        self.device, self.dtype = torch.device(device), dtype
+        self._counters = [
+            (n, b) for n, b in module.named_buffers() if not b.is_floating_point() and b.dim() == 0
+        ]
+        self._keys = [n for n, b in module.named_buffers() if _is_key(n, b)]
+        self._initial = self.layout.flat({n: p.detach() for n, p in trainable})
+        self._initial_buffers = self.buffer_layout.flat(dict(statistics)).to(device, dtype)
+        self._training = _Exposed(module).train()
+        self._scoring = copy.deepcopy(self._training).eval()
+
+    def initial(self) -> tuple[Tensor, Tensor]:
+        """Return fresh copies of the module's own weights [P] and statistics [Q]."""
+        return self._initial.clone(), self._initial_buffers.clone()
+
+    def __call__(
+        self,
+        vector: Tensor,
+        inputs: Tensor,
+        buffers: Tensor | None = None,
+        *,
+        key: Tensor | None = None,
+        training: bool = False,
+    ) -> Outputs:
+        """Run the network; nothing given is changed.
+
+        Args:
+            vector: parameters [P].
+            inputs: a batch.
+            buffers: statistics [Q]; the module's own initial ones if not given.
+            key: int64 [2], the randomness of dropout in training.
+            training: whether dropout and batch statistics are on.
+        """
+        statistics = self._initial_buffers if buffers is None else buffers
+        if training and self.buffer_layout.size:
+            statistics = statistics.clone()  # BatchNorm writes into these views
+        named = self.layout.views(vector) | self.buffer_layout.views(statistics)
+        if training:
+            named |= {name: counter.clone() for name, counter in self._counters}
+            if key is not None:
+                named |= dict.fromkeys(self._keys, key)
+        module = self._training if training else self._scoring
+        logits, features = functional_call(
+            module, {f"module.{name}": tensor for name, tensor in named.items()}, (inputs,)
+        )
+        return Outputs(logits, features, statistics)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether the network carries float buffers that training changes."""
+        return self.buffer_layout.size > 0
+
+    def state_dict(self, vector: Tensor, buffers: Tensor) -> dict[str, Tensor]:
+        """Return everything the module's `load_state_dict` wants, for shipping."""
+        fixed = self._training.module.state_dict()  # what does not travel: frozen parts, counters
+        named = fixed | self.layout.views(vector) | self.buffer_layout.views(buffers)
+        return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def _is_key(name: str, buffer: Tensor) -> bool:
+    """Whether a buffer is where a keyed module (dropout) reads its randomness from."""
+    return name.split(".")[-1] == "key" and buffer.dtype == torch.int64 and buffer.shape == (2,)
+
+
+def _head_names(module: nn.Module, trainable: list[str]) -> tuple[str, ...]:
+    """Return the parameter names of `module.head`, or of the last linear layer."""
+    prefix = "head"
+    if not isinstance(getattr(module, "head", None), nn.Module):
+        linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+        prefix = linear[-1] if linear else ""
+    return tuple(n for n in trainable if prefix and n.startswith(f"{prefix}."))

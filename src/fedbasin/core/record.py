@@ -1,0 +1,178 @@
+"""The run folder: what a run leaves behind, in files that pandas opens.
+
+    config.toml              every setting, resolved
+    rounds.jsonl             one line a round, flushed as it is written
+    summary.json             the headline numbers
+    checkpoint.safetensors   where to resume
+    model.safetensors        the final model
+
+This module reads and writes text only, so reports need no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+
+class RecordError(ValueError):
+    """A run folder that cannot be used, with the reason and what to do."""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One line of ``rounds.jsonl``. Numbers that do not exist are null."""
+
+    round: int  # rounds finished, counted from 1
+    accuracy: float | None = None  # of the scored model on the test set
+    loss: float | None = None  # its mean cross-entropy there
+    accuracy_send: float | None = None  # of the broadcast model, where it is another one
+    accuracy_per_class: list[float] | None = None  # at the last round
+    train_loss: float | None = None  # mean over the cohort's local training
+    lr: float = 0.0
+    replies: int = 0  # clients that answered
+    dropped: int = 0  # clients that were drawn but did not answer
+    update_norm: float | None = None  # |send - what was sent before|
+    model_norm: float | None = None  # |score|
+    bytes_down: int = 0  # what a real federation would send to the cohort
+    bytes_up: int = 0  # and receive from it
+    seconds_train: float = 0.0
+    seconds_merge: float = 0.0
+    seconds_evaluate: float = 0.0
+    seconds: float = 0.0  # the whole round
+    notes: Mapping[str, float | list[float]] = field(default_factory=dict)  # by the method
+
+    def line(self) -> str:
+        """Return the record as one line of JSON, notes beside the other columns."""
+        flat = asdict(self)
+        notes = flat.pop("notes")
+        return json.dumps(_plain(flat | {f"note_{k}": v for k, v in notes.items()}))
+
+    @classmethod
+    def read(cls, line: str) -> RoundRecord:
+        """Read a line back."""
+        flat = json.loads(line)
+        if not isinstance(flat, dict) or not isinstance(flat.get("round"), int):
+            raise RecordError("a line of rounds.jsonl must be an object with a round number")
+        known = {f.name for f in fields(cls)} - {"notes"}
+        notes = {k.removeprefix("note_"): v for k, v in flat.items() if k.startswith("note_")}
+        return cls(**{k: v for k, v in flat.items() if k in known}, notes=notes)
+
+
+def _plain(value: Any) -> Any:
+    """Replace what JSON cannot say (NaN, Inf) by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved settings."""
+        return self.path / "config.toml"
+
+    @property
+    def rounds(self) -> Path:
+        """One line a round."""
+        return self.path / "rounds.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The headline numbers."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where to resume."""
+        return self.path / "checkpoint.safetensors"
+
+    @property
+    def model(self) -> Path:
+        """The final model."""
+        return self.path / "model.safetensors"
+
+    def append(self, record: RoundRecord) -> None:
+        """Add one line and hand it to the operating system at once."""
+        with self.rounds.open("a", encoding="utf-8") as file:
+            file.write(record.line() + "\n")
+
+    def read_rounds(self) -> list[RoundRecord]:
+        """Read all whole lines; a last line cut short by a crash is left out."""
+        if not self.rounds.exists():
+            return []
+        pieces = self.rounds.read_text(encoding="utf-8").split("\n")
+        records = []
+        for number, line in enumerate(pieces[:-1], start=1):
+            try:
+                records.append(RoundRecord.read(line))
+            except (ValueError, TypeError) as error:
+                raise RecordError(f"{self.rounds}, line {number}: {error}") from error
+        return records
+
+    def keep_rounds(self, last: int) -> list[RoundRecord]:
+        """Drop the lines after a round, so that resuming writes each round once."""
+        kept = [record for record in self.read_rounds() if record.round <= last]
+        if [record.round for record in kept] != list(range(1, last + 1)):
+            raise RecordError(
+                f"{self.rounds} does not hold rounds 1 to {last} in order, which the checkpoint "
+                "was written after; restore the file or start the run again elsewhere"
+            )
+        write_atomically(self.rounds, "".join(record.line() + "\n" for record in kept))
+        return kept
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the headline numbers."""
+        write_atomically(self.summary, json.dumps(_plain(summary), indent=2) + "\n")
+
+    def read_summary(self) -> dict[str, Any]:
+        """Read the headline numbers."""
+        try:
+            found = json.loads(self.summary.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise RecordError(
+                f"{self.path} has no summary.json: the run has not finished; resume it with "
+                f"fedbasin resume {self.path}"
+            ) from error
+        except ValueError as error:
+            raise RecordError(f"{self.summary} is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise RecordError(f"{self.summary} must hold one object")
+        return found
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """Write a text file so that it is either the old one or the new one."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def mean_of_last(records: Iterable[RoundRecord], count: int = 10) -> float | None:
+    """Return the mean accuracy over the last `count` rounds, of those that were evaluated."""
+    found = list(records)[-count:]
+    scored = [r.accuracy for r in found if r.accuracy is not None]
+    return fmean(scored) if scored else None
+
+
+def rounds_to_target(records: Iterable[RoundRecord], target: float) -> int | None:
+    """Return the first round whose accuracy reaches the target, or None."""
+    return next((r.round for r in records if r.accuracy is not None and r.accuracy >= target), None)

@@ -1,0 +1,86 @@
+"""State to and from safetensors: exact, atomic, and free of pickle.
+
+Tensors go into the file under their path in the tree; numbers and strings go into its
+header as JSON. Reading needs a tree of the same shape (what `init` returns), so nothing in
+the file decides which code runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedbasin.core.tree import Leaf, flatten, restore
+
+
+class StateError(ValueError):
+    """A state file that cannot be used, with the reason and what to do."""
+
+
+def save(path: Path, tree: Any) -> None:
+    """Write a tree so that the file is either the old one or the new one, never a mixture."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Leaf] = {}
+    owners: set[int] = set()
+    for name, leaf in flatten(tree):
+        if not isinstance(leaf, Tensor):
+            scalars[name] = leaf
+            continue
+        tensor = leaf.detach().contiguous()
+        # The format refuses tensors that share memory, as `send` and `score` often do.
+        if tensor.untyped_storage().data_ptr() in owners:
+            tensor = tensor.clone()
+        owners.add(tensor.untyped_storage().data_ptr())
+        tensors[name] = tensor
+    temporary = path.with_name(path.name + ".part")
+    save_file(tensors, temporary, metadata={"scalars": json.dumps(scalars)})
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read(path: Path) -> dict[str, Leaf]:
+    """Read all leaves of a state file by path."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            leaves: dict[str, Leaf] = json.loads((file.metadata() or {}).get("scalars", "{}"))
+            leaves.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise StateError(f"{path} does not exist") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise StateError(
+            f"{path} is not a whole state file ({error}); delete it and run again"
+        ) from error
+    return leaves
+
+
+def load(path: Path, template: Any) -> Any:
+    """Read a tree of the template's shape; tensors go to the template's device and dtype."""
+    try:
+        return restore(template, read(path))
+    except KeyError as error:
+        raise StateError(f"{path}: {error.args[0]}") from error
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees hold equal leaves at equal paths, bit for bit."""
+    left, right = dict(flatten(a)), dict(flatten(b))
+    if left.keys() != right.keys():
+        return False
+    for path, leaf in left.items():
+        other = right[path]
+        if isinstance(leaf, Tensor) != isinstance(other, Tensor):
+            return False
+        if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+            if leaf.dtype != other.dtype or not torch.equal(leaf, other):
+                return False
+        elif leaf != other:
+            return False
+    return True

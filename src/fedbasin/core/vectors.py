@@ -1,0 +1,103 @@
+"""A model is a vector; a cohort is a matrix.
+
+`Layout` names the parts of a vector and gives views of them for free, so that a layer-wise
+rule reads `layout.views(vector)["head.weight"]` and a network runs straight from the vector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Weighting = Literal["samples", "uniform"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each named tensor lies in a flat vector.
+
+    Args:
+        names: names of the parts, in the order they lie.
+        shapes: their shapes.
+        head: names of the parts that belong to the last linear layer.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    head: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Tensor]], head: tuple[str, ...] = ()) -> Layout:
+        """Lay out named tensors one after another."""
+        parts = [(name, tuple(tensor.shape)) for name, tensor in tensors]
+        return cls(tuple(n for n, _ in parts), tuple(s for _, s in parts), head)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements of each part."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of elements of the whole vector, P."""
+        return sum(self.sizes)
+
+    @cached_property
+    def slices(self) -> Mapping[str, slice]:
+        """Where each part lies."""
+        ends = [0]
+        for size in self.sizes:
+            ends.append(ends[-1] + size)
+        return {n: slice(a, b) for n, a, b in zip(self.names, ends[:-1], ends[1:], strict=True)}
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a vector [P] as views: no copy is made."""
+        if vector.shape != (self.size,):
+            raise ValueError(
+                f"expected a vector of {self.size} elements, got {tuple(vector.shape)}"
+            )
+        parts = vector.split(list(self.sizes))
+        named = zip(self.names, self.shapes, parts, strict=True)
+        return {name: part.view(shape) for name, shape, part in named}
+
+    def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return named tensors as one new vector [P], checked against the layout."""
+        if set(tensors) != set(self.names):
+            odd = sorted(set(tensors) ^ set(self.names))
+            raise ValueError(f"the named tensors and the layout differ in {', '.join(odd[:5])}")
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if tuple(tensors[name].shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, expected {shape}")
+        if not self.names:
+            return torch.zeros(0)
+        return torch.cat([tensors[name].reshape(-1) for name in self.names])
+
+    def mask(self, names: Iterable[str], like: Tensor) -> Tensor:
+        """Return a vector [P] of ones on the named parts and zeros elsewhere."""
+        ones = torch.zeros(self.size, dtype=like.dtype, device=like.device)
+        for name in names:
+            ones[self.slices[name]] = 1
+        return ones
+
+
+def shares(weights: Tensor, weighting: Weighting = "samples") -> Tensor:
+    """Turn client weights [C] into shares that sum to one, computed in float64.
+
+    ``"samples"`` is in proportion to the weights; ``"uniform"`` counts every client whose
+    weight is above zero once.
+    """
+    amounts = weights.to(torch.float64)
+    if weighting == "uniform":
+        amounts = (amounts > 0).to(torch.float64)
+    return amounts / amounts.sum()
+
+
+def weighted_mean(models: Tensor, share: Tensor) -> Tensor:
+    """Return ``share @ models`` for models [C, P]; the mean where the shares sum to one."""
+    return share.to(models.dtype) @ models

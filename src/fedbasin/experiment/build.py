@@ -1,0 +1,188 @@
+"""Put the rooms together: from a configuration to a federation that is ready to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbasin import data, partition
+from fedbasin.core.catalogue import card_of
+from fedbasin.core.expressions import Choice, parse
+from fedbasin.core.method import Context, Method, Plan
+from fedbasin.core.net import Net
+from fedbasin.core.rng import Key, root, torch_draws_from
+from fedbasin.data.transform import Transform
+from fedbasin.experiment.config import ConfigError, Experiment
+from fedbasin.local import SGD, Trainer
+from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+
+PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a run: who trains on what, what the server holds, what is scored."""
+
+    splits: data.Splits
+    parts: partition.Partition
+    classes: int
+
+
+def pick_device(name: str) -> torch.device:
+    """Turn a device name into a device that is there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"sim.device: {name!r} is not a device; write auto, cpu or cuda"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("sim.device: cuda is not available here; write auto or cpu")
+    return device
+
+
+def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
+    """Split off the proxy set, thin the tail, and deal the training rows to clients."""
+    key = root(experiment.partition.seed if experiment.partition.seed >= 0 else experiment.seed)
+    settings = experiment.data
+    splits = data.split(
+        dataset,
+        proxy_per_class=settings.proxy_per_class,
+        proxy_from=settings.proxy_from,
+        rng=key.fold("proxy").numpy(),
+    )
+    classes = len(dataset.classes)
+    train = splits.train
+    if settings.imbalance < 1:
+        kept = partition.longtail(
+            train.labels, classes, settings.imbalance, key.fold("longtail").numpy()
+        )
+        train = train.take(kept)
+        splits = data.Splits(train, splits.proxy, splits.test)
+    how: Choice = parse(experiment.partition.how, "partition")
+    pool = partition.Pool(train.labels, classes, train.groups)
+    parts = how(pool, experiment.partition.clients, key.fold("partition").numpy())
+    return Rows(splits, parts, classes)
+
+
+def build(experiment: Experiment, *, data_dir: Path | None = None) -> Federation:
+    """Build everything a run needs; errors name the setting at fault."""
+    experiment = experiment.resolved()
+    device = pick_device(experiment.sim.device)
+    dtype = PRECISIONS[experiment.sim.precision]
+    key = root(experiment.seed)
+    dataset = data.load(experiment.data.name, data_dir=data_dir)
+    rows = cut_rows(experiment, dataset)
+    method: Method = parse(experiment.method, "method")
+    shape = tuple(rows.splits.train.inputs.shape[1:])
+    with torch_draws_from(key.fold("model")):
+        module = parse(experiment.model, "model")(shape, rows.classes)
+    net = Net(module, device, dtype)
+    transform = _transform(dataset, experiment.data.augment, dtype)
+
+    def examiner(part: data.Rows) -> Examiner:
+        inputs, labels = _on_device(part, device)
+        return Examiner(net, inputs, labels, transform, rows.classes)
+
+    population = Population.of(
+        rows.splits.train.inputs, rows.splits.train.labels, rows.parts.clients, device
+    )
+    proxy = examiner(rows.splits.proxy) if rows.splits.proxy is not None else None
+    context = Context(
+        layout=net.layout,
+        clients=len(population),
+        rounds=experiment.rounds,
+        key=key,
+        proxy=proxy,
+        class_counts=population.class_counts(rows.classes),
+    )
+    _check_needs(method, context)
+    trainer = Trainer(
+        net=net,
+        rules=method.rules(),
+        sgd=_sgd(experiment),
+        batch=experiment.local.batch,
+        transform=transform,
+        classes=rows.classes,
+    )
+    return Federation(
+        method=method,
+        executor=LoopExecutor(trainer, population, key),
+        context=context,
+        schedule=_schedule(experiment),
+        participation=parse(experiment.sim.participation, "participation"),
+        eligible=np.flatnonzero(population.sizes > 0),
+        key=key,
+        test=examiner(rows.splits.test),
+        rounds=experiment.rounds,
+        dropout=experiment.sim.dropout,
+        buffers=experiment.sim.buffers,
+        recalibrate=_recalibration(experiment, net, proxy),
+        evaluate_every=experiment.sim.evaluate_every,
+        evaluate_last=experiment.sim.evaluate_last,
+    )
+
+
+def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+    inputs = torch.from_numpy(np.array(part.inputs)).to(device)
+    return inputs, torch.from_numpy(np.array(part.labels)).to(device)
+
+
+def _transform(dataset: data.Dataset, augment: bool, dtype: torch.dtype) -> Any:
+    transform = Transform(dataset.mean, dataset.std, augment=augment, kind=dataset.kind)
+    return lambda raw, key=None: transform(raw, key, dtype)
+
+
+def _sgd(experiment: Experiment) -> SGD:
+    local = experiment.local
+    return SGD(local.momentum, local.weight_decay, local.clip or None)
+
+
+def _schedule(experiment: Experiment) -> Any:
+    local = experiment.local
+    plan = Plan(local.lr, None, local.steps) if local.steps else Plan(local.lr, local.epochs)
+    choice: Choice = parse(local.schedule, "schedule")
+    choice(plan, 0, experiment.rounds)  # a schedule that cannot run says so before the run
+    return lambda round: choice(plan, round, experiment.rounds)
+
+
+def needs_of(method: Method) -> set[str]:
+    """Return what a method and those inside it ask of the outside world."""
+    card = card_of(method)
+    inner = [getattr(method, p.name) for p in card.parameters]
+    return set(card.needs).union(*(needs_of(m) for m in inner if isinstance(m, Method)))
+
+
+def _check_needs(method: Method, context: Context) -> None:
+    if "proxy" in needs_of(method) and context.proxy is None:
+        raise ConfigError(
+            f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper)"
+        )
+
+
+def _recalibration(experiment: Experiment, net: Net, proxy: Examiner | None) -> Any:
+    """Return how statistics are renewed: forward passes over the server's rows."""
+    if experiment.sim.buffers != "recalibrate":
+        return None
+    if proxy is None:
+        raise ConfigError(
+            "sim.buffers = 'recalibrate' runs the model over server data: set data.proxy_per_class"
+        )
+
+    @torch.no_grad()
+    def recalibrate(vector: Tensor, buffers: Tensor) -> Tensor:
+        for _ in range(10):
+            for raw in proxy.inputs.split(100):
+                key = Key(0).tensor(vector.device)
+                inputs = proxy.transform(raw, None)
+                buffers = net(vector, inputs, buffers, key=key, training=True).buffers
+        return buffers
+
+    return recalibrate

@@ -1,0 +1,294 @@
+"""One frozen configuration, from TOML and back.
+
+Every setting of a run stands here. Unknown keys are errors that name the nearest valid
+ones; values are checked when the configuration is made, so a bad one costs no time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from fedbasin.core.catalogue import Kind
+from fedbasin.core.expressions import ExpressionError, fit, is_fit, parse, text
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used: the field, the value and what to write instead."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which data, and how it is cut.
+
+    Args:
+        name: a dataset of ``fedbasin data list``, or ``hf:owner/name``.
+        imbalance: long tail of the training classes, smallest over largest (1 keeps all rows).
+        proxy_per_class: rows of each class set aside for the server.
+        proxy_from: where they come from; rows taken from ``"test"`` are no longer scored.
+        augment: random crop and flip in local training.
+    """
+
+    name: str = "digits"
+    imbalance: float = 1.0
+    proxy_per_class: int = 0
+    proxy_from: Literal["train", "test"] = "train"
+    augment: bool = False
+
+
+@dataclass(frozen=True)
+class PartitionConfig:
+    """Who holds which rows.
+
+    Args:
+        how: a partition, such as ``"dirichlet(alpha=0.1)"``.
+        clients: number of clients, N.
+        seed: fixes the partition apart from the run's seed; -1 follows the run's seed.
+    """
+
+    how: str = "dirichlet(alpha=0.1)"
+    clients: int = 50
+    seed: int = -1
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """How clients train.
+
+    Args:
+        lr: learning rate.
+        epochs: passes over the client's data.
+        steps: mini-batches instead of epochs; 0 means epochs count.
+        batch: batch size.
+        momentum: of SGD, fresh every round.
+        weight_decay: of SGD.
+        clip: largest gradient norm; 0 means no clipping.
+        schedule: a schedule, such as ``"exponential(decay=0.99)"``.
+    """
+
+    lr: float = 0.1
+    epochs: int = 1
+    steps: int = 0
+    batch: int = 32
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 0.0
+    schedule: str = "constant"
+
+
+@dataclass(frozen=True)
+class SimConfig:
+    """How the federation is simulated.
+
+    Args:
+        participation: who takes part, such as ``"fraction(rate=0.1)"``.
+        dropout: chance that a drawn client does not answer.
+        executor: how a cohort is trained.
+        device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
+        precision: floating type of models and training.
+        buffers: what happens to BatchNorm statistics on the server.
+        evaluate_every: score the model every k rounds.
+        evaluate_last: and in each of the last rounds.
+        checkpoint_every: save every k rounds.
+    """
+
+    participation: str = "fraction(rate=0.1)"
+    dropout: float = 0.0
+    executor: Literal["loop"] = "loop"
+    device: str = "auto"
+    precision: Literal["fp32", "fp64"] = "fp32"
+    buffers: Literal["mean", "keep", "recalibrate"] = "mean"
+    evaluate_every: int = 1
+    evaluate_last: int = 10
+    checkpoint_every: int = 10
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A whole run.
+
+    Args:
+        method: how the server merges, such as ``"fedavg"`` or ``"scaffold(server_lr=0.5)"``.
+        model: the network, such as ``"mlp(widths=(64,))"``.
+        seed: the randomness of everything.
+        rounds: how many rounds.
+        data: which data.
+        partition: who holds it.
+        local: how clients train.
+        sim: how the federation is simulated.
+    """
+
+    method: str = "fedavg"
+    model: str = "mlp"
+    seed: int = 0
+    rounds: int = 100
+    data: DataConfig = field(default_factory=DataConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)
+    sim: SimConfig = field(default_factory=SimConfig)
+
+    def __post_init__(self) -> None:
+        for check in _CHECKS:
+            check(self)
+
+    def resolved(self) -> Experiment:
+        """Return the same run with expressions in canonical form and a fixed partition seed."""
+        written: dict[str, str] = {
+            name: text(parse(getattr(self, name), kind)) for name, kind in _TOP
+        }
+        seed = self.seed if self.partition.seed < 0 else self.partition.seed
+        return replace(
+            self,
+            **written,  # type: ignore[arg-type]
+            partition=replace(
+                self.partition, how=text(parse(self.partition.how, "partition")), seed=seed
+            ),
+            local=replace(self.local, schedule=text(parse(self.local.schedule, "schedule"))),
+            sim=replace(
+                self.sim, participation=text(parse(self.sim.participation, "participation"))
+            ),
+        )
+
+    def to_toml(self) -> str:
+        """Write every setting as TOML."""
+        top = {k: v for k, v in asdict(self).items() if not isinstance(v, dict)}
+        lines = [f"{key} = {_toml(value)}" for key, value in top.items()]
+        for name, section in asdict(self).items():
+            if isinstance(section, dict):
+                lines += ["", f"[{name}]"]
+                lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
+        return "\n".join(lines) + "\n"
+
+
+_TOP: tuple[tuple[str, Kind], ...] = (("method", "method"), ("model", "model"))
+
+
+def _toml(value: str | bool | int | float) -> str:
+    """Write a scalar; JSON's strings are TOML's as long as nothing outside ASCII is escaped."""
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _check_expressions(experiment: Experiment) -> None:
+    kinds: list[tuple[str, str, Kind]] = [
+        ("method", experiment.method, "method"),
+        ("model", experiment.model, "model"),
+        ("partition.how", experiment.partition.how, "partition"),
+        ("local.schedule", experiment.local.schedule, "schedule"),
+        ("sim.participation", experiment.sim.participation, "participation"),
+    ]
+    for name, source, kind in kinds:
+        try:
+            parse(source, kind)
+        except ExpressionError as error:
+            raise ConfigError(f"{name}: {error}") from error
+
+
+def _check_ranges(experiment: Experiment) -> None:
+    e, low = (
+        experiment,
+        [
+            ("rounds", experiment.rounds, 1),
+            ("seed", experiment.seed, 0),
+            ("data.proxy_per_class", experiment.data.proxy_per_class, 0),
+            ("partition.clients", experiment.partition.clients, 1),
+            ("partition.seed", experiment.partition.seed, -1),
+            ("local.lr", experiment.local.lr, 0),
+            ("local.epochs", experiment.local.epochs, 1),
+            ("local.steps", experiment.local.steps, 0),
+            ("local.batch", experiment.local.batch, 1),
+            ("local.weight_decay", experiment.local.weight_decay, 0),
+            ("local.clip", experiment.local.clip, 0),
+            ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
+            ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
+            ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
+        ],
+    )
+    for name, value, least in low:
+        if not value >= least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+    shares = [("local.momentum", e.local.momentum), ("sim.dropout", e.sim.dropout)]
+    for name, share in shares:
+        if not 0 <= share < 1:
+            raise ConfigError(f"{name} must be in [0, 1), got {share}")
+    if not 0 < e.data.imbalance <= 1:
+        raise ConfigError(f"data.imbalance must be in (0, 1], got {e.data.imbalance}")
+
+
+_CHECKS = (_check_expressions, _check_ranges)
+
+
+def from_mapping(settings: Mapping[str, Any]) -> Experiment:
+    """Build a configuration from nested settings; unknown keys and wrong types are errors."""
+    experiment: Experiment = _section(Experiment, settings, "")
+    return experiment
+
+
+def _section(cls: type[Any], settings: Mapping[str, Any], path: str) -> Any:
+    hints, given = get_type_hints(cls), {}
+    names = [f.name for f in fields(cls)]
+    for key, value in settings.items():
+        where = f"{path}{key}"
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=3, cutoff=0.5) or names
+            raise ConfigError(f"unknown setting {where!r}; there is {', '.join(close)}")
+        wanted = hints[key]
+        if is_dataclass(wanted):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where} is a section: write [{where}] and its settings below")
+            given[key] = _section(wanted, value, f"{where}.")  # type: ignore[arg-type]
+        elif is_fit(value, wanted):
+            given[key] = fit(value, wanted)
+        else:
+            shown = getattr(wanted, "__name__", str(wanted)).replace("typing.", "")
+            raise ConfigError(f"{where} is {value!r}, it must be {shown}")
+    return cls(**given)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a TOML file into nested settings."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """Read one of the presets that ship with fedbasin."""
+    folder = resources.files("fedbasin.experiment") / "presets"
+    found = {p.name.removesuffix(".toml"): p for p in folder.iterdir() if p.name.endswith(".toml")}
+    if name not in found:
+        raise ConfigError(f"no preset is called {name!r}; there is {', '.join(sorted(found))}")
+    return tomllib.loads(found[name].read_text(encoding="utf-8"))
+
+
+def override(settings: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
+    """Apply ``a.b=c`` assignments; c is read as TOML where it is, else as text."""
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"cannot read {assignment!r}; write it like local.lr=0.05")
+        *parents, leaf = key.strip().split(".")
+        section = settings
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{key.strip()!r}: {parent!r} is not a section")
+        section[leaf] = _read_value(value.strip())
+    return settings
+
+
+def _read_value(value: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value

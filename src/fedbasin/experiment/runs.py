@@ -1,0 +1,174 @@
+"""Runs and comparisons: start, resume, repeat over methods and seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
+from fedbasin.experiment.build import build, pick_device
+from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
+from fedbasin.sim import run as run_federation
+
+OnRound = Callable[[RoundRecord], None]
+
+
+def run(
+    experiment: Experiment,
+    out: Path,
+    *,
+    data_dir: Path | None = None,
+    on_round: OnRound | None = None,
+) -> dict[str, Any]:
+    """Start a run in a new folder and return its summary.
+
+    Args:
+        experiment: what to run.
+        out: the run's folder; one that holds a run already is refused.
+        data_dir: a local mirror of the datasets.
+        on_round: called with each round's record.
+    """
+    folder = RunFolder(out)
+    if folder.config.exists():
+        raise RecordError(
+            f"{out} holds a run already; go on with it (fedbasin resume {out}) or choose "
+            "another folder"
+        )
+    experiment = experiment.resolved()
+    federation = build(experiment, data_dir=data_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder.config, experiment.to_toml())
+    return run_federation(
+        federation,
+        folder,
+        facts(experiment),
+        checkpoint_every=experiment.sim.checkpoint_every,
+        on_round=on_round,
+    )
+
+
+def resume(
+    out: Path, *, data_dir: Path | None = None, on_round: OnRound | None = None
+) -> dict[str, Any]:
+    """Go on with the run of a folder; a finished one returns its summary as it is."""
+    folder = RunFolder(out)
+    if not folder.config.exists():
+        raise RecordError(f"{out} holds no run: there is no config.toml in it")
+    if folder.model.exists():
+        return folder.read_summary()
+    experiment = from_mapping(read_config(folder.config))
+    return run_federation(
+        build(experiment, data_dir=data_dir),
+        folder,
+        facts(experiment),
+        checkpoint_every=experiment.sim.checkpoint_every,
+        on_round=on_round,
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a comparison."""
+
+    experiment: Experiment
+    path: Path
+
+
+def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: Path) -> list[Cell]:
+    """Lay out a comparison: every method with every seed, a folder each."""
+    if not methods or not seeds:
+        raise ConfigError("a comparison needs at least one method and one seed")
+    found = [
+        replace(base, method=method, seed=seed).resolved() for seed in seeds for method in methods
+    ]
+    if len(set(found)) != len(found):
+        raise ConfigError("a comparison lists the same method or seed twice")
+    return [Cell(e, out / slug(e.method) / f"seed{e.seed}") for e in found]
+
+
+def run_cells(
+    layout: Sequence[Cell],
+    *,
+    data_dir: Path | None = None,
+    on_round: Callable[[Cell, RoundRecord], None] | None = None,
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Run what is not finished of a comparison, cell by cell, and yield the summaries."""
+    for cell in layout:
+        folder = RunFolder(cell.path)
+
+        def report(record: RoundRecord, cell: Cell = cell) -> None:
+            if on_round is not None:
+                on_round(cell, record)
+
+        if folder.config.exists():
+            if from_mapping(read_config(folder.config)) != cell.experiment:
+                raise RecordError(
+                    f"{cell.path} holds a run with other settings; choose another folder"
+                )
+            yield cell, resume(cell.path, data_dir=data_dir, on_round=report)
+        else:
+            yield cell, run(cell.experiment, cell.path, data_dir=data_dir, on_round=report)
+
+
+def slug(expression: str) -> str:
+    """Turn an expression into a folder name that is safe and never shared by two expressions."""
+    plain = re.sub(r"[^a-z0-9._]+", "-", expression.lower()).strip("-.")[:60]
+    if plain == expression:
+        return plain
+    return f"{plain}-{hashlib.blake2b(expression.encode(), digest_size=3).hexdigest()}"
+
+
+def facts(experiment: Experiment) -> dict[str, Any]:
+    """Return what a summary says about how a run was made."""
+    device = pick_device(experiment.sim.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    versions = {
+        package: metadata.version(package)
+        for package in ("fedbasin", "torch", "numpy")
+        if _installed(package)
+    }
+    return {
+        "method": experiment.method,
+        "seed": experiment.seed,
+        "dataset": experiment.data.name,
+        "model": experiment.model,
+        "partition": experiment.partition.how,
+        "clients": experiment.partition.clients,
+        "device": f"{device} ({name})",
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": _commit(),
+    }
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _commit() -> str | None:
+    """Return the commit of the source tree this code runs from, if it is one."""
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--verify", "--quiet", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

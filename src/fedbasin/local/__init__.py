@@ -1,0 +1,10 @@
+"""Room 4: a client's training, plain SGD and the small rules around it."""
+
+from fedbasin.local.batches import batches as batches
+from fedbasin.local.prox import Prox as Prox
+from fedbasin.local.schedules import constant as constant
+from fedbasin.local.step import SGD as SGD
+from fedbasin.local.train import Received as Received
+from fedbasin.local.train import Shard as Shard
+from fedbasin.local.train import Trained as Trained
+from fedbasin.local.train import Trainer as Trainer

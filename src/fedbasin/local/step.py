@@ -1,0 +1,161 @@
+"""One local step of one client: gradient, the rules around it, clipping, SGD.
+
+The order is fixed for all methods: draw a batch, (perturb,) forward and backward,
+(un-perturb,) parameter-space corrections, clip, then the optimiser, which adds weight decay
+and momentum. Everything here is pure, so the cohort engine can `vmap` it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedbasin.core.net import Net
+from fedbasin.core.rule import Batch, Gradient, LocalRule, View
+
+Aux = tuple[Tensor, Tensor, tuple[Any, ...]]  # loss value, statistics, carries
+Loss = Callable[[Tensor], tuple[Tensor, Aux]]
+Differentiate = Callable[[Loss, Tensor], tuple[Tensor, Aux]]
+
+
+@dataclass(frozen=True)
+class SGD:
+    """The client's optimiser; its momentum starts at zero every round.
+
+    Args:
+        momentum: share of the last direction that is kept, in [0, 1).
+        weight_decay: multiple of the parameters added to the gradient.
+        clip: largest L2 norm of the corrected gradient, or None.
+    """
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay}")
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError(f"clip must be above 0 or left out, got {self.clip}")
+
+    def length(self, steps: int) -> float:
+        """Return the accumulated weight of the gradients in K steps, a_i of FedNova.
+
+        With momentum rho, a = [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho).
+        """
+        rho = self.momentum
+        return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+
+
+class Point(NamedTuple):
+    """Where a client stands between two steps."""
+
+    vector: Tensor  # [P]
+    momentum: Tensor  # [P], or [0] when the optimiser has none
+    buffers: Tensor  # [Q] statistics
+    carries: tuple[Any, ...]  # one for each rule
+
+
+def task_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy over the samples of a batch; padding has no weight."""
+    each = F.cross_entropy(logits, batch.labels, reduction="none")
+    return (each * batch.weight).sum() / batch.weight.sum().clamp(min=1)
+
+
+def by_autograd(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
+    """Differentiate with plain autograd: the reference."""
+    leaf = vector.detach().requires_grad_()
+    value, aux = loss(leaf)
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return gradient, aux
+
+
+def nesting(rules: tuple[LocalRule, ...]) -> list[int]:
+    """Return the rules' positions, outermost first: those that perturb are innermost."""
+    return sorted(range(len(rules)), key=lambda i: rules[i].layer == "perturb")
+
+
+def step(
+    point: Point,
+    batch: Batch,
+    lr: Tensor | float,
+    key: Tensor,
+    *,
+    net: Net,
+    rules: tuple[LocalRule, ...],
+    sgd: SGD,
+    differentiate: Differentiate = by_autograd,
+) -> tuple[Point, Tensor]:
+    """Take one step; return the new point and the loss at the old one.
+
+    Args:
+        point: where the client stands.
+        batch: the samples of this step.
+        lr: learning rate, eta.
+        key: int64 [2], the randomness of dropout in this step.
+        net: the network.
+        rules: what the client does beyond SGD.
+        sgd: the optimiser.
+        differentiate: how the gradient is taken.
+    """
+    carries = list(point.carries)
+    seen: list[tuple[Tensor, Tensor]] = []  # loss and statistics of the unperturbed evaluation
+
+    def loss(vector: Tensor) -> tuple[Tensor, Aux]:
+        outputs = net(vector, batch.inputs, point.buffers, key=key, training=True)
+        value = task_loss(outputs.logits, batch)
+        updated = list(carries)
+        for i, rule in enumerate(rules):
+            value, updated[i] = rule.loss(carries[i], value, View(net, vector, outputs, batch))
+        return value, (value.detach(), outputs.buffers, tuple(updated))
+
+    def evaluate(vector: Tensor) -> Tensor:
+        gradient, (value, buffers, updated) = differentiate(loss, vector)
+        if not seen:  # a second pass (SAM) must not count again
+            seen.append((value, buffers))
+            carries[:] = updated
+        return gradient
+
+    def through(i: int, inner: Gradient) -> Gradient:
+        def outer(vector: Tensor) -> Tensor:
+            before = carries[i]
+            direction, after = rules[i].direction(before, vector, inner)
+            if after is not before:
+                carries[i] = after
+            return direction
+
+        return outer
+
+    gradient: Gradient = evaluate
+    for i in reversed(nesting(rules)):
+        gradient = through(i, gradient)
+    direction = clipped(gradient(point.vector), sgd.clip)
+    vector, momentum = descend(point.vector, point.momentum, direction, lr, sgd)
+    value, buffers = seen[0]
+    return Point(vector, momentum, buffers.detach(), tuple(carries)), value
+
+
+def clipped(direction: Tensor, largest: float | None) -> Tensor:
+    """Shorten a direction [P] to the largest norm allowed."""
+    if largest is None:
+        return direction
+    scale: Tensor = largest / (direction.norm() + 1e-6)
+    return direction * scale.clamp(max=1.0)
+
+
+def descend(
+    vector: Tensor, momentum: Tensor, direction: Tensor, lr: Tensor | float, sgd: SGD
+) -> tuple[Tensor, Tensor]:
+    """Apply torch's SGD rule: d = direction + wd v;  m = rho m + d;  v = v - eta m."""
+    if sgd.weight_decay:
+        direction = direction + sgd.weight_decay * vector
+    if sgd.momentum:
+        direction = momentum = sgd.momentum * momentum + direction
+    return vector - lr * direction, momentum

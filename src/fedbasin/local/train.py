@@ -1,0 +1,167 @@
+"""A client's whole local training, one client at a time, with plain autograd.
+
+This is the reference that faster engines must equal, and what a real client runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbasin.core.method import Plan
+from fedbasin.core.net import Net
+from fedbasin.core.rng import fold_in
+from fedbasin.core.rule import Batch, Finish, LocalRule, Start
+from fedbasin.local.batches import AUGMENT, DROPOUT, batches, count_steps, steps_per_epoch
+from fedbasin.local.step import SGD, Point, by_autograd, step, task_loss
+
+Transform = Callable[..., Tensor]  # (raw rows, key or None) -> what the network takes
+
+
+class Shard(NamedTuple):
+    """The rows one client holds, as stored."""
+
+    inputs: Tensor  # [n, ...] uint8
+    labels: Tensor  # [n] int64
+
+
+class Received(NamedTuple):
+    """What a client is given for one round."""
+
+    vector: Tensor  # [P] the model
+    buffers: Tensor  # [Q] statistics
+    shared: tuple[Any, ...]  # what the method broadcasts, one entry for each rule
+    own: tuple[Any, ...]  # what the client kept, one entry for each rule
+    round: int  # finished rounds
+    key: Tensor  # int64 [2], the client's randomness of this round
+
+
+class Trained(NamedTuple):
+    """What one client's local training gives."""
+
+    vector: Tensor  # [P]
+    buffers: Tensor  # [Q]
+    own: tuple[Any, ...]
+    reports: tuple[Any, ...]
+    examples: int
+    steps: int
+    lr_sum: float
+    length: float
+    last_loss: Tensor  # mean training loss of the last pass over the data
+    mean_loss: Tensor  # mean training loss of the whole round
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How every client of a run trains.
+
+    Args:
+        net: the network.
+        rules: what clients do beyond SGD.
+        sgd: the optimiser.
+        batch: batch size, B.
+        transform: turns stored rows into network inputs; augments when given a key.
+        classes: number of classes.
+    """
+
+    net: Net
+    rules: tuple[LocalRule, ...]
+    sgd: SGD
+    batch: int
+    transform: Transform
+    classes: int
+
+    def train(self, shard: Shard, received: Received, plan: Plan) -> Trained:
+        """Train one client from what it received; nothing given is changed."""
+        rows = len(shard.labels)
+        steps = count_steps(plan, rows, self.batch)
+        starts = self._starts(shard, received, plan, steps)
+        carries = tuple(r.begin(s, self.net) for r, s in zip(self.rules, starts, strict=True))
+        size = received.vector.numel() if self.sgd.momentum else 0
+        point = Point(received.vector, received.vector.new_zeros(size), received.buffers, carries)
+        losses, counts = [], []
+        for number, index in enumerate(batches(received.key, plan, rows, self.batch)):
+            batch = self._batch(shard, index, received.key, number)
+            key = fold_in(fold_in(received.key, DROPOUT), number)
+            point, loss = step(
+                point, batch, plan.lr, key, net=self.net, rules=self.rules, sgd=self.sgd
+            )
+            losses.append(loss)
+            counts.append(len(index))
+        ended = Finish(
+            point.vector, _number(steps, received.vector), _number(plan.lr * steps, received.vector)
+        )
+        ends = [
+            rule.end(carry, start, ended)
+            for rule, carry, start in zip(self.rules, point.carries, starts, strict=True)
+        ]
+        return Trained(
+            vector=point.vector,
+            buffers=point.buffers,
+            own=tuple(own for own, _ in ends),
+            reports=tuple(report for _, report in ends),
+            examples=rows,
+            steps=steps,
+            lr_sum=plan.lr * steps,
+            length=self.sgd.length(steps),
+            last_loss=_mean(losses, counts, last=steps_per_epoch(rows, self.batch)),
+            mean_loss=_mean(losses, counts, last=steps),
+        )
+
+    def full_gradient(self, shard: Shard, vector: Tensor, buffers: Tensor) -> Tensor:
+        """Return the gradient [P] of the mean loss over all rows, without augmentation."""
+        total = torch.zeros_like(vector)
+        for index in torch.arange(len(shard.labels), device=vector.device).split(512):
+            batch = self._batch(shard, index, None, 0)
+
+            def loss(v: Tensor, batch: Batch = batch) -> tuple[Tensor, Any]:
+                value = task_loss(self.net(v, batch.inputs, buffers).logits, batch)
+                return value, (value.detach(), buffers, ())
+
+            total += by_autograd(loss, vector)[0] * len(index)
+        return total / max(len(shard.labels), 1)
+
+    def _starts(
+        self, shard: Shard, received: Received, plan: Plan, steps: int
+    ) -> tuple[Start, ...]:
+        vector = received.vector
+        counts = torch.bincount(shard.labels, minlength=self.classes).to(vector.dtype)
+        gradient = None
+        if any(rule.wants_gradient for rule in self.rules):
+            gradient = self.full_gradient(shard, vector, received.buffers)
+        return tuple(
+            Start(
+                vector=vector,
+                shared=shared,
+                own=own,
+                round=_number(received.round, vector),
+                lr=_number(plan.lr, vector),
+                steps=_number(steps, vector),
+                examples=_number(len(shard.labels), vector),
+                class_counts=counts,
+                gradient=gradient,
+            )
+            for shared, own in zip(received.shared, received.own, strict=True)
+        )
+
+    def _batch(self, shard: Shard, index: Tensor, key: Tensor | None, number: int) -> Batch:
+        augment = None if key is None else fold_in(fold_in(key, AUGMENT), number)
+        inputs = self.transform(shard.inputs[index], augment)
+        return Batch(inputs, shard.labels[index], inputs.new_ones(len(index), dtype=self.net.dtype))
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    """Return a number as a 0-d tensor beside a vector, as rules see it in every engine."""
+    return torch.tensor(value, dtype=like.dtype, device=like.device)
+
+
+def _mean(losses: list[Tensor], counts: list[int], last: int) -> Tensor:
+    """Return the mean loss per sample over the last steps; NaN-free zero for no step at all."""
+    if not losses or last == 0:
+        return torch.zeros(())
+    weight = torch.tensor(counts[-last:], dtype=losses[0].dtype, device=losses[0].device)
+    return (torch.stack(losses[-last:]) * weight).sum() / weight.sum()

@@ -1,0 +1,60 @@
+r"""FedProx: FedAvg whose clients are pulled towards the model they received.
+
+    client:  v <- v - eta (g(v) + mu (v - x))     minimises  f_i(v) + mu/2 |v - x|^2
+    server:  w^{t+1} = sum_i p_i y_i
+
+Departures from the paper: every client does the whole local work; the paper also lets
+stragglers stop early, which the simulator's dropouts and `local.steps` cover.
+Cost: one model down, one up; the client keeps x during its round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.rule import LocalRule, Rules, as_rules
+from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.local.prox import Prox
+
+
+@entry(
+    "method",
+    paper="Li et al., MLSys 2020",
+    url="https://arxiv.org/abs/1812.06127",
+    is_fedavg_when={"mu": 0.0},
+)
+@dataclass(frozen=True)
+class FedProx(Method):
+    """FedAvg with a proximal term on the clients.
+
+    Args:
+        mu: strength of the pull towards x; 0 is FedAvg.
+        weighting: p_i by ``"samples"`` or ``"uniform"``.
+        local: further rules for the clients.
+    """
+
+    mu: float = 0.01
+    weighting: Weighting = "samples"
+    local: Rules = ()
+
+    def __post_init__(self) -> None:
+        Prox(self.mu)  # checks mu
+
+    def init(self, server: Tensor, context: Context) -> tuple[()]:
+        """FedProx remembers nothing."""
+        return ()
+
+    def rules(self) -> tuple[LocalRule, ...]:
+        """Return the proximal rule and the extra ones."""
+        return (Prox(self.mu), *as_rules(self.local))
+
+    def aggregate(
+        self, state: tuple[()], server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, tuple[()]]:
+        """Average."""
+        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        return Served(send=mean, score=mean), state

@@ -1,0 +1,101 @@
+"""The reference executor: one client after another, plain autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbasin.core.method import Plan, Replies
+from fedbasin.core.rng import Key
+from fedbasin.core.tree import stack
+from fedbasin.local.train import Received, Trained, Trainer
+from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.population import Population
+
+
+class Sent(NamedTuple):
+    """What the server sends to a cohort."""
+
+    vector: Tensor  # [P]
+    buffers: Tensor  # [Q]
+    shared: tuple[Any, ...]  # one entry for each client rule
+    round: int  # finished rounds
+
+
+class Gathered(NamedTuple):
+    """What comes back, beside the replies proper."""
+
+    replies: Replies
+    buffers: Tensor  # [C, Q]
+    own: list[tuple[Any, ...]]  # the clients' new states, in the order of the cohort
+    train_loss: Tensor  # mean loss of the cohort's local training
+
+
+class Executor(Protocol):
+    """Trains a cohort. Every executor gives the result of the loop."""
+
+    def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
+        """Train the clients of a cohort from what the server sent."""
+        ...
+
+
+def client_key(key: Key, round: int, client: int) -> Key:
+    """Return the randomness of one client in one round."""
+    return key.fold("client", round, client)
+
+
+@dataclass(frozen=True)
+class LoopExecutor:
+    """Train clients one by one.
+
+    Args:
+        trainer: how a client trains.
+        population: the clients' data.
+        key: the run's randomness.
+    """
+
+    trainer: Trainer
+    population: Population
+    key: Key
+
+    def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
+        """Train the clients of a cohort from what the server sent."""
+        trained = [self._one(int(client), sent, plan, states) for client in cohort]
+        return gather(cohort, trained, sent.vector)
+
+    def _one(self, client: int, sent: Sent, plan: Plan, states: ClientStates) -> Trained:
+        key = client_key(self.key, sent.round, client).tensor(sent.vector.device)
+        received = Received(
+            sent.vector, sent.buffers, sent.shared, states.get(client), sent.round, key
+        )
+        return self.trainer.train(self.population.shard(client), received, plan)
+
+
+def gather(cohort: np.ndarray, trained: list[Trained], like: Tensor) -> Gathered:
+    """Turn the results of single clients into one matrix of replies."""
+
+    def numbers(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=like.device)
+
+    replies = Replies(
+        models=torch.stack([t.vector for t in trained]),
+        weights=numbers([t.examples for t in trained]),
+        clients=torch.from_numpy(cohort.astype(np.int64)).to(like.device),
+        steps=numbers([t.steps for t in trained]),
+        lr_sum=numbers([t.lr_sum for t in trained]),
+        lengths=numbers([t.length for t in trained]),
+        last_loss=torch.stack([t.last_loss for t in trained]),
+        reports=stack([t.reports for t in trained]),
+    )
+    weights = replies.weights / replies.weights.sum()
+    losses = torch.stack([t.mean_loss for t in trained])
+    return Gathered(
+        replies,
+        torch.stack([t.buffers for t in trained]),
+        [t.own for t in trained],
+        (losses * weights).sum(),
+    )

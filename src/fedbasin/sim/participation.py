@@ -1,0 +1,61 @@
+"""Who takes part in a round. All methods with the same seed see the same cohorts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.expressions import Choice
+from fedbasin.core.rng import Key
+
+
+@entry("participation")
+def fraction(eligible: np.ndarray, rng: np.random.Generator, *, rate: float = 0.1) -> np.ndarray:
+    """A fixed share: max(floor(rate * N), 1) clients, drawn without replacement."""
+    _check_rate(rate)
+    return _draw(eligible, rng, max(int(rate * len(eligible) + 1e-9), 1))
+
+
+@entry("participation")
+def count(eligible: np.ndarray, rng: np.random.Generator, *, clients: int) -> np.ndarray:
+    """A fixed number of clients, drawn without replacement."""
+    if clients < 1:
+        raise ValueError(f"participation: clients must be at least 1, got {clients}")
+    if clients > len(eligible):
+        raise ValueError(
+            f"participation: {clients} clients asked for, only {len(eligible)} hold data; "
+            f"write count(clients={len(eligible)}) or fewer"
+        )
+    return _draw(eligible, rng, clients)
+
+
+@entry("participation")
+def bernoulli(eligible: np.ndarray, rng: np.random.Generator, *, rate: float = 0.1) -> np.ndarray:
+    """Every client joins by itself with probability `rate`; the cohort may come out empty."""
+    _check_rate(rate)
+    return eligible[rng.random(len(eligible)) < rate]
+
+
+def draw_cohort(choice: Choice, eligible: np.ndarray, key: Key) -> np.ndarray:
+    """Draw a cohort of at least one client; an empty draw is repeated with the next key."""
+    for attempt in range(10_000):
+        cohort: np.ndarray = choice(eligible, key.fold(attempt).numpy())
+        if len(cohort):
+            return np.sort(cohort)
+    raise ValueError(f"participation: {choice} gave 10,000 empty cohorts in a row; raise its rate")
+
+
+def drop_out(cohort: np.ndarray, rate: float, key: Key) -> np.ndarray:
+    """Return the members of a cohort that answer when each fails with probability `rate`."""
+    if rate == 0:
+        return cohort
+    return cohort[key.numpy().random(len(cohort)) >= rate]
+
+
+def _draw(eligible: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
+    return eligible[rng.choice(len(eligible), size=size, replace=False)]
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 < rate <= 1:
+        raise ValueError(f"participation: rate must be in (0, 1], got {rate}")

@@ -1,0 +1,66 @@
+"""All clients' data, resident on the device.
+
+Rows are stored once, ordered by client, so a client's shard is a slice and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbasin.local.train import Shard
+
+
+@dataclass(frozen=True)
+class Population:
+    """The clients' rows.
+
+    Args:
+        inputs: uint8 [m, ...] rows of client 0, then of client 1, and so on.
+        labels: int64 [m].
+        offsets: int64 [N + 1]; client i holds rows offsets[i] to offsets[i + 1].
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    offsets: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        inputs: np.ndarray,
+        labels: np.ndarray,
+        clients: Sequence[np.ndarray],
+        device: torch.device | str = "cpu",
+    ) -> Population:
+        """Gather the rows of each client from the training data."""
+        sizes = np.array([len(rows) for rows in clients], dtype=np.int64)
+        order = np.concatenate([*clients, np.empty(0, np.int64)]).astype(np.int64)
+        return cls(
+            torch.from_numpy(np.ascontiguousarray(inputs[order])).to(device),
+            torch.from_numpy(np.ascontiguousarray(labels[order])).to(device),
+            np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of rows of each client, n_i."""
+        return np.diff(self.offsets)
+
+    def shard(self, client: int) -> Shard:
+        """Return a client's rows as views."""
+        rows = slice(int(self.offsets[client]), int(self.offsets[client + 1]))
+        return Shard(self.inputs[rows], self.labels[rows])
+
+    def class_counts(self, classes: int) -> Tensor:
+        """Count samples by client and class: [N, classes]."""
+        owner = np.repeat(np.arange(len(self)), self.sizes)
+        cells = torch.from_numpy(owner).to(self.labels.device) * classes + self.labels
+        return torch.bincount(cells, minlength=len(self) * classes).view(len(self), classes)

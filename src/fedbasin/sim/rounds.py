@@ -1,0 +1,197 @@
+"""The round loop: draw a cohort, train it, merge, score."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbasin.core.expressions import Choice
+from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Served
+from fedbasin.core.record import RoundRecord
+from fedbasin.core.rng import Key
+from fedbasin.core.tree import count_bytes, flatten
+from fedbasin.core.vectors import shares, weighted_mean
+from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.evaluate import Examiner
+from fedbasin.sim.loop import Executor, Gathered, Sent
+from fedbasin.sim.participation import draw_cohort, drop_out
+
+BufferPolicy = Literal["mean", "keep", "recalibrate"]
+_REPLY_NUMBERS = 3 * 8  # samples, steps and loss travel beside a model
+
+
+class Diverged(RuntimeError):
+    """A run that cannot go on, with the round and the client named."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """All that the server carries from round to round."""
+
+    round: int  # finished rounds
+    send: Tensor  # [P] where clients start next
+    score: Tensor  # [P] the model that counts
+    buffers: Tensor  # [Q] statistics
+    state: Any  # the method's own
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Everything a run needs that does not change.
+
+    Args:
+        method: how the server merges.
+        executor: how a cohort is trained.
+        context: what the method may know.
+        schedule: the configured plan of each round.
+        participation: how a cohort is drawn.
+        eligible: ids of the clients that hold data.
+        key: the run's randomness.
+        test: rows that models are scored on.
+        rounds: how many rounds there are, R.
+        dropout: chance that a drawn client does not answer.
+        buffers: what happens to float statistics (BatchNorm).
+        recalibrate: renews statistics for a model, for the policy of that name.
+        evaluate_every: score every k rounds.
+        evaluate_last: and in each of the last rounds.
+    """
+
+    method: Method
+    executor: Executor
+    context: Context
+    schedule: Callable[[int], Plan]
+    participation: Choice
+    eligible: np.ndarray
+    key: Key
+    test: Examiner
+    rounds: int
+    dropout: float = 0.0
+    buffers: BufferPolicy = "mean"
+    recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None
+    evaluate_every: int = 1
+    evaluate_last: int = 10
+
+    def begin(self) -> tuple[Server, ClientStates]:
+        """Return the server and the clients before the first round."""
+        vector, buffers = self.test.net.initial()
+        state = self.method.init(vector, self.context)
+        states = ClientStates(self.method.rules(), vector)
+        return Server(0, vector, vector, buffers, state), states
+
+    def rounds_from(
+        self, server: Server, states: ClientStates
+    ) -> Iterator[tuple[Server, RoundRecord]]:
+        """Yield the server after each round with the round's record."""
+        while server.round < self.rounds:
+            server, record = self._round(server, states)
+            yield server, record
+
+    def _round(self, server: Server, states: ClientStates) -> tuple[Server, RoundRecord]:
+        began = time.perf_counter()
+        now, method = server.round, self.method
+        plan = method.plan(self.schedule, self.context.at(now, 0.0))
+        context = self.context.at(now, plan.lr)
+        drawn = draw_cohort(self.participation, self.eligible, self.key.fold("cohort", now))
+        cohort = drop_out(drawn, self.dropout, self.key.fold("dropout", now))
+        shared = method.broadcast(server.state, server.send, context)
+        sent = Sent(server.send, server.buffers, shared, now)
+        record = RoundRecord(
+            round=now + 1,
+            lr=plan.lr,
+            replies=len(cohort),
+            dropped=len(drawn) - len(cohort),
+            bytes_down=len(drawn) * count_bytes((sent.vector, sent.buffers, shared)),
+        )
+        after = replace(server, round=now + 1)
+        if len(cohort):
+            gathered = self.executor.train(cohort, sent, plan, states)
+            trained = time.perf_counter()
+            after, served = self._merge(server, gathered, context)
+            record = self._merged(record, server, after, served, gathered)
+            states.put(cohort.tolist(), gathered.own)
+            merged = time.perf_counter()
+            record = replace(record, seconds_train=trained - began, seconds_merge=merged - trained)
+        record = self._scored(record, after)
+        return after, replace(record, seconds=time.perf_counter() - began)
+
+    def _merge(self, server: Server, gathered: Gathered, context: Context) -> tuple[Server, Served]:
+        replies = gathered.replies
+        try:
+            replies.check(server.send)
+        except ReplyError as error:
+            raise Diverged(f"round {server.round + 1}: {error}") from error
+        served, state = self.method.aggregate(server.state, server.send, replies, context)
+        buffers = self._statistics(server, gathered.buffers, replies, served.score)
+        return Server(server.round + 1, served.send, served.score, buffers, state), served
+
+    def _statistics(
+        self, server: Server, sent_back: Tensor, replies: Replies, score: Tensor
+    ) -> Tensor:
+        if self.buffers == "keep" or not self.test.net.has_statistics:
+            return server.buffers
+        mean = weighted_mean(sent_back, shares(replies.weights))
+        if self.buffers == "recalibrate":
+            assert self.recalibrate is not None
+            return self.recalibrate(score, mean)
+        return mean
+
+    def _merged(
+        self,
+        record: RoundRecord,
+        before: Server,
+        after: Server,
+        served: Served,
+        gathered: Gathered,
+    ) -> RoundRecord:
+        up = count_bytes((gathered.replies.models, gathered.buffers, gathered.replies.reports))
+        host = torch.stack(
+            [
+                gathered.train_loss.double(),
+                (after.send - before.send).norm().double(),
+                after.score.norm().double(),
+            ]
+        ).tolist()
+        return replace(
+            record,
+            train_loss=host[0],
+            update_norm=host[1],
+            model_norm=host[2],
+            bytes_up=up + record.replies * _REPLY_NUMBERS,
+            notes=_notes(served),
+        )
+
+    def _scored(self, record: RoundRecord, server: Server) -> RoundRecord:
+        last = record.round == self.rounds
+        late = record.round > self.rounds - self.evaluate_last
+        if not (last or late or record.round % self.evaluate_every == 0):
+            return record
+        began = time.perf_counter()
+        score = self.test.score(server.score, server.buffers)
+        raw = None
+        if server.send is not server.score:
+            raw = self.test.score(server.send, server.buffers).accuracy
+        return replace(
+            record,
+            accuracy=score.accuracy,
+            loss=score.loss,
+            accuracy_send=raw,
+            accuracy_per_class=score.per_class if last else None,
+            seconds_evaluate=time.perf_counter() - began,
+        )
+
+
+def _notes(served: Served) -> dict[str, float | list[float]]:
+    """Return what the method wants recorded as plain numbers by name."""
+    plain: dict[str, float | list[float]] = {}
+    for name, leaf in flatten(served.notes):
+        if isinstance(leaf, Tensor):
+            plain[name] = leaf.tolist()
+        elif isinstance(leaf, int | float):
+            plain[name] = float(leaf)
+    return plain

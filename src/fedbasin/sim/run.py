@@ -1,0 +1,154 @@
+"""A run on disk: records flushed every round, checkpoints that resume to the same bits."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from fedbasin.core.record import RoundRecord, RunFolder, mean_of_last
+from fedbasin.core.state import load, save
+from fedbasin.sim.clients import ClientStates, Kept
+from fedbasin.sim.rounds import Diverged, Federation, Server
+
+OnRound = Callable[[RoundRecord], None]
+
+
+class Interrupted(RuntimeError):
+    """A run stopped by the user; its folder resumes."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a run needs to go on."""
+
+    server: Server
+    clients: Kept
+    seconds: float  # spent so far
+
+
+def run(
+    federation: Federation,
+    folder: RunFolder,
+    facts: dict[str, Any],
+    *,
+    checkpoint_every: int = 10,
+    on_round: OnRound | None = None,
+) -> dict[str, Any]:
+    """Run, or go on with, the run of a folder; return and write its summary.
+
+    Args:
+        federation: what to run.
+        folder: where its records go; a checkpoint found there is where it starts.
+        facts: what the summary says beside the measured numbers.
+        checkpoint_every: save after every k rounds, and at the end.
+        on_round: called with each round's record, for progress displays.
+    """
+    server, states, spent = _restored(federation, folder)
+    records = folder.keep_rounds(server.round)
+    began, status, reason = time.perf_counter(), "finished", None
+
+    def seconds() -> float:
+        return spent + time.perf_counter() - began
+
+    with _stop_after_round() as stopping:
+        try:
+            for after, record in federation.rounds_from(server, states):
+                server = after
+                folder.append(record)
+                records.append(record)
+                if on_round is not None:
+                    on_round(record)
+                last = record.round == federation.rounds
+                if last or stopping() or record.round % checkpoint_every == 0:
+                    save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
+                if stopping() and not last:
+                    status, reason = "stopped", f"stopped by the user after round {record.round}"
+                    break
+        except Diverged as error:
+            status, reason = "diverged", str(error)
+    summary = facts | {"status": status, "reason": reason} | _numbers(records, seconds())
+    folder.write_summary(summary)
+    if status == "finished":
+        _ship(federation, server, folder)
+    elif status == "diverged":
+        raise Diverged(f"{reason}; the records up to there are in {folder.path}")
+    else:
+        raise Interrupted(f"{reason}; go on with: fedbasin resume {folder.path}")
+    return summary
+
+
+def _restored(federation: Federation, folder: RunFolder) -> tuple[Server, ClientStates, float]:
+    server, states = federation.begin()
+    if not folder.checkpoint.exists():
+        return server, states, 0.0
+    empty = Checkpoint(server, states.kept(), 0.0)
+    found: Checkpoint = load(folder.checkpoint, empty)
+    states.restore(found.clients)
+    server = found.server
+    if torch.equal(server.send, server.score):
+        server = replace(server, score=server.send)  # one model, as it was before saving
+    return server, states, found.seconds
+
+
+def _ship(federation: Federation, server: Server, folder: RunFolder) -> None:
+    """Write the scored model under the network's own parameter names."""
+    named = federation.test.net.state_dict(server.score, server.buffers)
+    temporary = folder.model.with_name(folder.model.name + ".part")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in named.items()}, temporary)
+    temporary.replace(folder.model)
+
+
+def _numbers(records: list[RoundRecord], seconds: float) -> dict[str, Any]:
+    scored = [record for record in records if record.accuracy is not None]
+    last = scored[-1] if scored else None
+    return {
+        "rounds": len(records),
+        "accuracy_mean_last10": mean_of_last(records, 10),
+        "accuracy_last": last.accuracy if last else None,
+        "loss_last": last.loss if last else None,
+        "accuracy_per_class": last.accuracy_per_class if last else None,
+        "bytes_down": sum(record.bytes_down for record in records),
+        "bytes_up": sum(record.bytes_up for record in records),
+        "seconds": seconds,
+        "peak_memory_bytes": _peak_memory(),
+        "peak_device_memory_bytes": (
+            torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        ),
+    }
+
+
+def _peak_memory() -> int:
+    """Return the largest resident size of this process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextmanager
+def _stop_after_round() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C finish the round and save; a second one stops at once."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

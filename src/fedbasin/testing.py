@@ -1,0 +1,319 @@
+"""The laws every method obeys, for our catalogue and for methods of your own.
+
+    from fedbasin.testing import check_method
+    check_method(MyMethod())
+
+Laws run on a toy federation: ragged clients, partial participation, real local training.
+A law that a method cannot obey is named on its card (`exempt`) with the reason.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedbasin.core.catalogue import card_of
+from fedbasin.core.expressions import parse, text
+from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError
+from fedbasin.core.net import Net
+from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.state import load, same, save
+from fedbasin.core.tree import flatten, rebuild
+from fedbasin.local import SGD, Trainer
+from fedbasin.methods.fedavg import FedAvg
+from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+from fedbasin.sim.loop import Sent
+from fedbasin.sim.rounds import Server
+
+Law = Callable[[Method], None]
+
+
+def replies_of(
+    models: Tensor,
+    weights: Sequence[float] | None = None,
+    clients: Sequence[int] | None = None,
+    reports: tuple[Any, ...] = (),
+) -> Replies:
+    """Make replies by hand: models [C, P], with equal weights and ids 0..C-1 by default."""
+    count = len(models)
+    ones = torch.ones(count, dtype=torch.float64)
+    return Replies(
+        models=models,
+        weights=ones if weights is None else torch.tensor(weights, dtype=torch.float64),
+        clients=torch.tensor(list(range(count)) if clients is None else list(clients)),
+        steps=ones,
+        lr_sum=ones * 0.1,
+        lengths=ones,
+        last_loss=torch.zeros(count),
+        reports=reports,
+    )
+
+
+def toy_federation(
+    method: Method,
+    *,
+    seed: int = 0,
+    rounds: int = 4,
+    dtype: torch.dtype = torch.float64,
+    sgd: SGD | None = None,
+    module: nn.Module | None = None,
+    participation: str = "count(clients=3)",
+) -> Federation:
+    """Return a small federation: 6 clients of 1 to 16 rows, 3 classes, half of them a round.
+
+    Args:
+        method: what merges.
+        seed: of data, model, cohorts and batches.
+        rounds: how many.
+        dtype: floating type.
+        sgd: the clients' optimiser, plain by default.
+        module: a network of 4 inputs and 3 outputs, a small one by default.
+        participation: who takes part.
+    """
+    key = root(seed)
+    rng = key.fold("toy").numpy()
+    sizes = (16, 9, 7, 5, 3, 1)
+    labels = rng.integers(0, 3, sum(sizes) + 30)
+    inputs = rng.integers(0, 256, (len(labels), 4)).astype(np.uint8)
+    inputs[np.arange(len(labels)), labels] //= 4  # something to learn
+    ends = np.cumsum(sizes)
+    clients = [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    with torch_draws_from(key.fold("model")):
+        net = Net(module or _ToyNetwork(), dtype=dtype)
+
+    def transform(raw: Tensor, key: Tensor | None = None) -> Tensor:
+        return raw.to(dtype) / 255
+
+    def examiner(rows: slice) -> Examiner:
+        return Examiner(
+            net, torch.from_numpy(inputs[rows]), torch.from_numpy(labels[rows]), transform, 3
+        )
+
+    population = Population.of(inputs, labels, clients)
+    trainer = Trainer(net, method.rules(), sgd or SGD(), 4, transform, 3)
+    return Federation(
+        method=method,
+        executor=LoopExecutor(trainer, population, key),
+        context=Context(
+            net.layout,
+            6,
+            rounds,
+            key,
+            proxy=examiner(slice(41, 56)),
+            class_counts=population.class_counts(3),
+        ),
+        schedule=lambda round: Plan(0.3 * 0.9**round, 2),
+        participation=parse(participation, "participation"),
+        eligible=np.arange(6),
+        key=key,
+        test=examiner(slice(56, 71)),
+        rounds=rounds,
+    )
+
+
+class _ToyNetwork(nn.Module):
+    """Four inputs, five hidden units, three classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return the input of the head."""
+        return torch.tanh(self.hidden(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        return self.head(self.features(x))  # type: ignore[no-any-return]
+
+
+def trajectory(method: Method, **settings: Any) -> list[Server]:
+    """Return the server after each round of the toy federation."""
+    federation = toy_federation(method, **settings)
+    server, states = federation.begin()
+    return [server for server, _ in federation.rounds_from(server, states)]
+
+
+def _one_round(
+    method: Method, seed: int, dtype: torch.dtype = torch.float64
+) -> tuple[Any, Tensor, Replies, Context]:
+    """Return what `aggregate` is given in the second round: state, server, replies, context."""
+    federation = toy_federation(method, seed=seed, dtype=dtype)
+    server, states = federation.begin()
+    server, _ = next(iter(federation.rounds_from(server, states)))
+    plan = federation.method.plan(federation.schedule, federation.context.at(1, 0.0))
+    context = federation.context.at(1, plan.lr)
+    shared = method.broadcast(server.state, server.send, context)
+    sent = Sent(server.send, server.buffers, shared, 1)
+    cohort = np.sort(federation.key.fold("law", seed).numpy().permutation(6)[:4])
+    gathered = federation.executor.train(cohort, sent, plan, states)
+    return server.state, server.send, gathered.replies, context
+
+
+def _close(a: Tensor, b: Tensor, what: str) -> None:
+    if not torch.allclose(a, b, rtol=1e-9, atol=1e-11):
+        raise AssertionError(f"{what}: the models differ by {float((a - b).abs().max()):.3g}")
+
+
+def law_is_fedavg_when_declared(method: Method) -> None:
+    """At the setting its card names, the method is FedAvg."""
+    card = card_of(method)
+    if isinstance(card.is_fedavg_when, str):
+        return
+    neutral = replace(method, **card.is_fedavg_when)  # type: ignore[type-var]
+    fedavg = FedAvg(weighting=getattr(neutral, "weighting", "samples"))
+    for ours, theirs in zip(trajectory(neutral), trajectory(fedavg), strict=True):
+        _close(ours.send, theirs.send, f"{text(neutral)} is not FedAvg")
+        _close(ours.score, theirs.score, f"{text(neutral)} scores another model than FedAvg")
+
+
+def law_differs_by_default(method: Method) -> None:
+    """A method as given is not FedAvg, unless it is that very method."""
+    if isinstance(method, FedAvg):
+        return
+    fedavg = FedAvg(weighting=getattr(method, "weighting", "samples"))
+    pairs = zip(trajectory(method), trajectory(fedavg), strict=True)
+    if all(torch.equal(a.send, b.send) and torch.equal(a.score, b.score) for a, b in pairs):
+        raise AssertionError(f"{text(method)} is FedAvg in every round")
+
+
+def law_order_of_clients_is_immaterial(method: Method) -> None:
+    """Permuting the replies changes nothing."""
+    for seed in range(20):
+        state, server, replies, context = _one_round(method, seed)
+        order = torch.randperm(len(replies.clients), generator=_generator(seed))
+        straight, _ = method.aggregate(state, server, replies, context)
+        shuffled, _ = method.aggregate(state, server, replies.take(order), context)
+        _close(straight.send, shuffled.send, f"seed {seed}: order of clients changes `send`")
+        _close(straight.score, shuffled.score, f"seed {seed}: order of clients changes `score`")
+
+
+def law_scale_of_weights_is_immaterial(method: Method) -> None:
+    """Counting samples in dozens changes nothing."""
+    state, server, replies, context = _one_round(method, 1)
+    scaled = replace(replies, weights=replies.weights * 12)
+    a, _ = method.aggregate(state, server, replies, context)
+    b, _ = method.aggregate(state, server, scaled, context)
+    _close(a.send, b.send, "the scale of weights changes `send`")
+    _close(a.score, b.score, "the scale of weights changes `score`")
+
+
+def law_zero_weight_client_is_immaterial(method: Method) -> None:
+    """A client with no sample changes nothing, whatever model it sends."""
+    state, server, replies, context = _one_round(method, 2)
+    absent = next(i for i in range(6) if i not in replies.clients.tolist())
+    ghost = replace(replies.take(torch.tensor([0])), clients=torch.tensor([absent]))
+    ghost = replace(ghost, models=ghost.models + 7, weights=torch.zeros(1, dtype=torch.float64))
+    joined = _join(replies, ghost)
+    a, _ = method.aggregate(state, server, replies, context)
+    b, _ = method.aggregate(state, server, joined, context)
+    _close(a.send, b.send, "a client of weight zero changes `send`")
+    _close(a.score, b.score, "a client of weight zero changes `score`")
+
+
+def law_nothing_given_is_changed(method: Method) -> None:
+    """State, server model and replies are the same after a merge as before."""
+    state, server, replies, context = _one_round(method, 3)
+    before = _copied((state, server, replies))
+    method.aggregate(state, server, replies, context)
+    if not same(before, (state, server, replies)):
+        raise AssertionError(f"{text(method)} changed what it was given")
+
+
+def law_dtype_is_kept(method: Method) -> None:
+    """Models stay in the floating type they came in."""
+    for dtype in (torch.float32, torch.float64):
+        state, server, replies, context = _one_round(method, 4, dtype)
+        served, _ = method.aggregate(state, server, replies, context)
+        for name, model in (("send", served.send), ("score", served.score)):
+            if model.dtype != dtype or model.shape != server.shape:
+                raise AssertionError(f"`{name}` is {model.dtype} {tuple(model.shape)}, not {dtype}")
+
+
+def law_resume_equals_uninterrupted(method: Method) -> None:
+    """Saving the server after any round and going on from the file gives the same bits."""
+    federation = toy_federation(method)
+    whole = trajectory(method)
+    server, states = federation.begin()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.safetensors"
+        while server.round < federation.rounds:
+            server, _ = next(iter(federation.rounds_from(server, states)))
+            save(path, (server, states.kept()))
+            fresh, states = toy_federation(method).begin()
+            server, kept = load(path, (fresh, states.kept()))
+            states.restore(kept)
+            if not same(server, whole[server.round - 1]):
+                raise AssertionError(f"resuming after round {server.round} changes the result")
+
+
+def law_bad_replies_are_refused(method: Method) -> None:
+    """NaN, Inf or a wrong length is refused before the method sees it, naming the client."""
+    _, server, replies, _ = _one_round(method, 5)
+    for bad in (float("nan"), float("inf")):
+        models = replies.models.clone()
+        models[1, 0] = bad
+        try:
+            replace(replies, models=models).check(server)
+        except ReplyError as error:
+            if str(int(replies.clients[1])) not in str(error):
+                raise AssertionError(f"the error does not name the client: {error}") from error
+        else:
+            raise AssertionError(f"a reply with {bad} was accepted")
+    try:
+        replace(replies, models=replies.models[:, 1:]).check(server)
+    except ReplyError:
+        return
+    raise AssertionError("replies of the wrong length were accepted")
+
+
+def law_text_reads_back(method: Method) -> None:
+    """The method's text parses to an equal method."""
+    if parse(text(method), "method") != method:
+        raise AssertionError(f"{text(method)} reads back as another method")
+
+
+LAWS: tuple[Law, ...] = (
+    law_is_fedavg_when_declared,
+    law_differs_by_default,
+    law_order_of_clients_is_immaterial,
+    law_scale_of_weights_is_immaterial,
+    law_zero_weight_client_is_immaterial,
+    law_nothing_given_is_changed,
+    law_dtype_is_kept,
+    law_resume_equals_uninterrupted,
+    law_bad_replies_are_refused,
+    law_text_reads_back,
+)
+
+
+def check_method(method: Method, laws: Sequence[Law] = LAWS) -> None:
+    """Check a method against the laws; those its card exempts, with a reason, are left out."""
+    exempt = card_of(method).exempt
+    for law in laws:
+        if law.__name__ not in exempt:
+            law(method)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _copied(tree: Any) -> Any:
+    return rebuild(tree, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+
+def _join(replies: Replies, more: Replies) -> Replies:
+    below = dict(flatten(more))
+    return rebuild(  # type: ignore[no-any-return]
+        replies,
+        lambda path, leaf: torch.cat([leaf, below[path]]),  # type: ignore[list-item]
+    )

@@ -1,0 +1,83 @@
+import json
+
+import pandas
+import pytest
+
+from fedbasin.core.record import (
+    RecordError,
+    RoundRecord,
+    RunFolder,
+    mean_of_last,
+    rounds_to_target,
+    write_atomically,
+)
+
+
+def record(number, accuracy=0.5, **more):
+    return RoundRecord(round=number, accuracy=accuracy, **more)
+
+
+def test_lines_come_back_and_pandas_opens_them(tmp_path):
+    folder = RunFolder(tmp_path)
+    written = [
+        record(1, notes={"gamma": 0.9, "shares": [0.5, 0.5]}),
+        record(2, None, loss=float("nan")),
+    ]
+    for line in written:
+        folder.append(line)
+    first, second = folder.read_rounds()
+    assert first == written[0] and second.loss is None and second.accuracy is None
+    table = pandas.read_json(folder.rounds, lines=True)
+    assert table["round"].tolist() == [1, 2] and table["note_gamma"][0] == 0.9
+    assert all(json.loads(line) for line in folder.rounds.read_text().splitlines())
+
+
+def test_a_line_cut_short_is_left_out_and_resuming_drops_later_rounds(tmp_path):
+    folder = RunFolder(tmp_path)
+    for number in (1, 2, 3):
+        folder.append(record(number))
+    with folder.rounds.open("a") as file:
+        file.write('{"round": 4, "acc')
+    assert [r.round for r in folder.read_rounds()] == [1, 2, 3]
+    assert [r.round for r in folder.keep_rounds(2)] == [1, 2]
+    folder.append(record(3))
+    assert [r.round for r in folder.read_rounds()] == [1, 2, 3]
+
+
+def test_missing_or_broken_lines_are_named(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.keep_rounds(0) == []
+    folder.append(record(1))
+    with pytest.raises(RecordError, match="rounds 1 to 2"):
+        folder.keep_rounds(2)
+    folder.rounds.write_text('{"round": 1}\n[]\n')
+    with pytest.raises(RecordError, match="line 2"):
+        folder.read_rounds()
+
+
+def test_summaries_are_json_without_nan(tmp_path):
+    folder = RunFolder(tmp_path)
+    with pytest.raises(RecordError, match="fedbasin resume"):
+        folder.read_summary()
+    folder.write_summary({"a": float("inf"), "b": [float("nan"), 1.5]})
+    assert folder.read_summary() == {"a": None, "b": [None, 1.5]}
+    folder.summary.write_text("{")
+    with pytest.raises(RecordError, match="not JSON"):
+        folder.read_summary()
+
+
+def test_headline_numbers_use_the_last_rounds_never_the_best():
+    records = [record(n, accuracy=n / 20) for n in range(1, 16)]
+    assert mean_of_last(records) == pytest.approx(sum(range(6, 16)) / 10 / 20)
+    sparse = [record(n, accuracy=0.9 if n == 1 else None if n % 2 else 0.3) for n in range(1, 16)]
+    assert mean_of_last(sparse) == pytest.approx(0.3)
+    assert mean_of_last([record(1, None)]) is None
+    assert rounds_to_target(records, 0.5) == 10 and rounds_to_target(records, 0.9) is None
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "f"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert path.read_text() == "old"

@@ -1,0 +1,59 @@
+import math
+
+import pytest
+
+import fedbasin.local  # noqa: F401
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Plan
+
+BASE = Plan(0.1, 5)
+
+
+def lrs(source, rounds=40, plan=BASE):
+    choice = parse(source, "schedule")
+    return [choice(plan, t, rounds).lr for t in range(rounds)]
+
+
+def test_closed_forms():
+    assert lrs("constant") == [0.1] * 40
+    assert lrs("exponential(decay=0.9)") == pytest.approx([0.1 * 0.9**t for t in range(40)])
+    assert lrs("stepwise(every=3, factor=0.5)")[:7] == pytest.approx(
+        [0.1] * 3 + [0.05] * 3 + [0.025]
+    )
+    cosine = lrs("cosine(floor=0.2)")
+    assert cosine[0] == pytest.approx(0.1) and cosine[-1] == pytest.approx(0.02)
+    assert cosine[13] == pytest.approx(0.02 + 0.08 * 0.5 * (1 + math.cos(math.pi * 13 / 39)))
+    assert lrs("cosine", rounds=1) == [0.1]
+
+
+def test_cyclic_falls_to_its_ratio_at_the_end_of_every_cycle():
+    found = lrs("cyclic(period=4, ratio=0.01)")
+    assert found[:4] == pytest.approx([0.1 * (1 - s + 0.01 * s) for s in (0.25, 0.5, 0.75, 1)])
+    assert found[3] == pytest.approx(0.001) and found[4:8] == found[:4]
+    assert lrs("cyclic(period=1)") == [0.1] * 40
+
+
+def test_epoch_decay_drops_epochs_not_the_learning_rate():
+    choice = parse("epoch_decay(every=10, least=2)", "schedule")
+    assert [choice(BASE, t, 60).epochs for t in (0, 9, 10, 25, 30, 59)] == [5, 5, 4, 3, 2, 2]
+    assert choice(BASE, 59, 60).lr == 0.1
+    with pytest.raises(ValueError, match="epochs"):
+        choice(Plan(0.1, None, 5), 0, 10)
+    assert parse("epoch_decay(least=9)", "schedule")(BASE, 0, 10).epochs == 5
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "exponential(decay=0)",
+        "stepwise(every=0)",
+        "stepwise(factor=-1)",
+        "cosine(floor=2)",
+        "cyclic(period=0)",
+        "epoch_decay(every=0)",
+        "epoch_decay(least=0)",
+    ],
+)
+def test_bad_values_are_named(source):
+    with pytest.raises(ValueError, match="must be"):
+        parse(source, "schedule")(BASE, 0, 10)

@@ -1,0 +1,66 @@
+"""A federation in plain NumPy: softmax regression, one client after another, no fedbasin maths.
+
+Only the draws (cohorts, batches) are taken from fedbasin, so that both sides see the same.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedbasin.local.batches import batches
+from fedbasin.sim.loop import client_key
+from fedbasin.sim.participation import draw_cohort
+from fedbasin.testing import toy_federation
+
+
+def linear_federation(method, **settings):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = nn.Linear(4, 3)
+    return toy_federation(method, module=module, **settings)
+
+
+class NumpyClients:
+    """Data, cohorts and gradients of a linear federation as NumPy arrays."""
+
+    def __init__(self, federation):
+        self.federation = federation
+        self.population = federation.executor.population
+        self.start = federation.test.net.initial()[0].numpy()
+        self.sizes = self.population.sizes
+        self.count = len(self.sizes)
+
+    def rows(self, client):
+        shard = self.population.shard(client)
+        return shard.inputs.numpy() / 255, shard.labels.numpy()
+
+    def gradient(self, vector, inputs, labels):
+        """Gradient of the mean cross-entropy of ``inputs @ W.T + b``; vector = (W, b)."""
+        weight, bias = vector[:12].reshape(3, 4), vector[12:]
+        logits = inputs @ weight.T + bias
+        share = np.exp(logits - logits.max(1, keepdims=True))
+        share /= share.sum(1, keepdims=True)
+        share[np.arange(len(labels)), labels] -= 1
+        share /= len(labels)
+        return np.concatenate([(share.T @ inputs).reshape(-1), share.sum(0)])
+
+    def cohort(self, round):
+        f = self.federation
+        return draw_cohort(f.participation, f.eligible, f.key.fold("cohort", round)).tolist()
+
+    def steps(self, round, client):
+        """Yield the rows of every local step."""
+        plan = self.federation.schedule(round)
+        inputs, labels = self.rows(client)
+        key = client_key(self.federation.key, round, client).tensor()
+        for index in batches(key, plan, len(labels), 4):
+            yield inputs[index.numpy()], labels[index.numpy()]
+
+    def lr(self, round):
+        return self.federation.schedule(round).lr
+
+
+def models(federation):
+    """The models a federation sends, round by round."""
+    server, states = federation.begin()
+    return [s.send.numpy() for s, _ in federation.rounds_from(server, states)]
