@@ -1,7 +1,7 @@
 """fedbasin: train one model from many clients whose data differ, and see which merge is best.
 
-    from fedbasin import Experiment, run
-    summary = run(Experiment(method="scaffold", rounds=50), "runs/first")
+from fedbasin import Experiment, run
+summary = run(Experiment(method="scaffold", rounds=50), "runs/first")
 """
 
 from importlib import import_module
@@ -28,7 +28,7 @@ _HOMES = {
     "run": "experiment",
     "text": "core.expressions",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

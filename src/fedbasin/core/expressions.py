@@ -179,7 +179,7 @@ def _value(card: Card, parameter: Parameter, node: ast.expr) -> Any:
     if fitted is _NO_FIT:
         raise ExpressionError(
             f"{card.name}: argument {parameter.name!r} is {_shown(value)}, "
-            f"it must be {_type_name(parameter.type)}"
+            f"it must be {type_name(parameter.type)}"
         )
     return fitted
 
@@ -252,15 +252,16 @@ def _shown(value: Any) -> str:
         return repr(value)
 
 
-def _type_name(wanted: Any) -> str:
+def type_name(wanted: Any) -> str:
+    """Say what a type asks for, in words."""
     if wanted is types.NoneType:
         return "None"
     if get_origin(wanted) is Literal:
         return " or ".join(repr(option) for option in get_args(wanted))
     if get_origin(wanted) in (Union, types.UnionType):
-        return " or ".join(_type_name(option) for option in get_args(wanted))
+        return " or ".join(type_name(option) for option in get_args(wanted))
     if get_origin(wanted) is tuple:
-        return f"a tuple of {_type_name(get_args(wanted)[0])}" if get_args(wanted) else "a tuple"
+        return f"a tuple of {type_name(get_args(wanted)[0])}" if get_args(wanted) else "a tuple"
     names = {
         float: "a number",
         int: "a whole number",

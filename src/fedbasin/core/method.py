@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedbasin.core.expressions import text
+from fedbasin.core.expressions import ExpressionError, text
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import LocalRule
 from fedbasin.core.tree import rebuild
@@ -167,4 +167,7 @@ class Method(ABC):
         return schedule(context.round)
 
     def __str__(self) -> str:
-        return text(self)
+        try:
+            return text(self)
+        except ExpressionError:  # a method that is not in the catalogue
+            return repr(self)

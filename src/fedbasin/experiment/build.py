@@ -20,6 +20,7 @@ from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, Experiment
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+from fedbasin.sim.participation import draw_cohort
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -112,13 +113,16 @@ def build(experiment: Experiment, *, data_dir: Path | None = None) -> Federation
         transform=transform,
         classes=rows.classes,
     )
+    participation: Choice = parse(experiment.sim.participation, "participation")
+    eligible = np.flatnonzero(population.sizes > 0)
+    draw_cohort(participation, eligible, key.fold("cohort", 0))  # says what is wrong before the run
     return Federation(
         method=method,
         executor=LoopExecutor(trainer, population, key),
         context=context,
         schedule=_schedule(experiment),
-        participation=parse(experiment.sim.participation, "participation"),
-        eligible=np.flatnonzero(population.sizes > 0),
+        participation=participation,
+        eligible=eligible,
         key=key,
         test=examiner(rows.splits.test),
         rounds=experiment.rounds,
@@ -178,11 +182,20 @@ def _recalibration(experiment: Experiment, net: Net, proxy: Examiner | None) -> 
 
     @torch.no_grad()
     def recalibrate(vector: Tensor, buffers: Tensor) -> Tensor:
-        for _ in range(10):
-            for raw in proxy.inputs.split(100):
-                key = Key(0).tensor(vector.device)
-                inputs = proxy.transform(raw, None)
-                buffers = net(vector, inputs, buffers, key=key, training=True).buffers
-        return buffers
+        """Return the mean statistics of the server's rows under this model.
+
+        A training pass turns old statistics s into (1 - m) s + m b, where b are the batch's
+        and m is a layer's momentum; passes from zeros and from ones give m, then b.
+        """
+        key, zeros = Key(0).tensor(vector.device), torch.zeros_like(buffers)
+
+        def after(raw: Tensor, old: Tensor) -> Tensor:
+            return net(vector, proxy.transform(raw, None), old, key=key, training=True).buffers
+
+        chunks = proxy.inputs.split(500)
+        momentum = 1 - (after(chunks[0], torch.ones_like(buffers)) - after(chunks[0], zeros))
+        found = sum(after(raw, zeros) * len(raw) for raw in chunks) / proxy.size
+        untouched = momentum < 1e-6
+        return torch.where(untouched, buffers, found / momentum.masked_fill(untouched, 1.0))
 
     return recalibrate

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from fedbasin.core.catalogue import Kind
-from fedbasin.core.expressions import ExpressionError, fit, is_fit, parse, text
+from fedbasin.core.expressions import ExpressionError, fit, is_fit, parse, text, type_name
 
 
 class ConfigError(ValueError):
@@ -247,8 +247,7 @@ def _section(cls: type[Any], settings: Mapping[str, Any], path: str) -> Any:
         elif is_fit(value, wanted):
             given[key] = fit(value, wanted)
         else:
-            shown = getattr(wanted, "__name__", str(wanted)).replace("typing.", "")
-            raise ConfigError(f"{where} is {value!r}, it must be {shown}")
+            raise ConfigError(f"{where} is {value!r}, it must be {type_name(wanted)}")
     return cls(**given)
 
 

@@ -24,7 +24,7 @@ OnRound = Callable[[RoundRecord], None]
 
 def run(
     experiment: Experiment,
-    out: Path,
+    out: Path | str,
     *,
     data_dir: Path | None = None,
     on_round: OnRound | None = None,
@@ -37,7 +37,7 @@ def run(
         data_dir: a local mirror of the datasets.
         on_round: called with each round's record.
     """
-    folder = RunFolder(out)
+    folder = RunFolder(Path(out))
     if folder.config.exists():
         raise RecordError(
             f"{out} holds a run already; go on with it (fedbasin resume {out}) or choose "
@@ -45,7 +45,7 @@ def run(
         )
     experiment = experiment.resolved()
     federation = build(experiment, data_dir=data_dir)
-    out.mkdir(parents=True, exist_ok=True)
+    folder.path.mkdir(parents=True, exist_ok=True)
     write_atomically(folder.config, experiment.to_toml())
     return run_federation(
         federation,
@@ -57,10 +57,10 @@ def run(
 
 
 def resume(
-    out: Path, *, data_dir: Path | None = None, on_round: OnRound | None = None
+    out: Path | str, *, data_dir: Path | None = None, on_round: OnRound | None = None
 ) -> dict[str, Any]:
     """Go on with the run of a folder; a finished one returns its summary as it is."""
-    folder = RunFolder(out)
+    folder = RunFolder(Path(out))
     if not folder.config.exists():
         raise RecordError(f"{out} holds no run: there is no config.toml in it")
     if folder.model.exists():
@@ -73,6 +73,19 @@ def resume(
         checkpoint_every=experiment.sim.checkpoint_every,
         on_round=on_round,
     )
+
+
+def compare(
+    base: Experiment,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    out: Path | str,
+    *,
+    data_dir: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Run every method with every seed on the same clients; return the summaries."""
+    layout = cells(base, methods, seeds, Path(out))
+    return [summary for _, summary in run_cells(layout, data_dir=data_dir)]
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,15 @@ class LoopExecutor:
         received = Received(
             sent.vector, sent.buffers, sent.shared, states.get(client), sent.round, key
         )
-        return self.trainer.train(self.population.shard(client), received, plan)
+        try:
+            return self.trainer.train(self.population.shard(client), received, plan)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ValueError(
+                f"client {client}: BatchNorm cannot train on a batch of one row; use norm='group', "
+                "another local.batch, or a partition with a larger minimum"
+            ) from error
 
 
 def gather(cohort: np.ndarray, trained: list[Trained], like: Tensor) -> Gathered:

@@ -1,0 +1,252 @@
+"""The commands. Torch is imported only where something is trained, so help is instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedbasin.cli.data import app as data_app
+from fedbasin.cli.partition import partition
+from fedbasin.cli.progress import run_with_progress
+
+if TYPE_CHECKING:
+    from fedbasin.experiment.config import Experiment
+    from fedbasin.experiment.runs import Cell
+
+app = typer.Typer(
+    name="fedbasin",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Train one model from many clients whose data differ, and see which way of merging "
+    "their models works best.\n\n"
+    "Start with [bold]fedbasin demo[/bold] (a minute or two on a laptop), look around with "
+    "[bold]fedbasin methods[/bold], then [bold]fedbasin compare fedavg scaffold --preset "
+    "fmnist[/bold].",
+)
+app.add_typer(data_app, name="data")
+app.command()(partition)
+console = Console()
+DEMO_METHODS = ("fedavg", "fedprox(mu=0.1)", "scaffold")
+
+Preset = Annotated[
+    str | None, typer.Option(help="Settings that ship with fedbasin: demo, fmnist, cifar10.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override any setting, as in --set local.lr=0.05. May be repeated."),
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder that holds <owner>/<dataset>/...; else FEDBASIN_DATA, else the hub."),
+]
+Out = Annotated[Path | None, typer.Option(help="Where the results go; runs/... by default.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")]
+Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas.")]
+Target = Annotated[float, typer.Option(help="Accuracy for the column 'rounds to target'.")]
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line, not a traceback."""
+    try:
+        app()
+    except (ValueError, RuntimeError, OSError) as error:
+        if os.environ.get("FEDBASIN_DEBUG"):
+            raise
+        line = Text.assemble(("error:", "red"), f" {error}")
+        Console(stderr=True).print(line, soft_wrap=True)
+        sys.exit(130 if type(error).__name__ == "Interrupted" else 1)
+
+
+def _settings(config: Path | None, preset: str | None, assignments: list[str] | None) -> Experiment:
+    import fedbasin.experiment  # noqa: F401  (fills the catalogue)
+    from fedbasin.experiment.config import (
+        ConfigError,
+        from_mapping,
+        override,
+        read_config,
+        read_preset,
+    )
+
+    if config is not None and preset is not None:
+        raise ConfigError("give a config file or --preset, not both")
+    settings = read_config(config) if config else read_preset(preset) if preset else {}
+    return from_mapping(override(settings, assignments or []))
+
+
+def _assignments(given: list[str] | None, **named: object) -> list[str]:
+    """Join --set with the options that have a name of their own; those win."""
+    extra = [
+        f"{key.replace('__', '.')}={json.dumps(v)}" for key, v in named.items() if v is not None
+    ]
+    return [*(given or []), *extra]
+
+
+def _fresh(name: str) -> Path:
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+@app.command()
+def run(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file with settings.")] = None,
+    preset: Preset = None,
+    method: Annotated[
+        str | None, typer.Option(help="How the server merges, e.g. 'scaffold(server_lr=0.5)'.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Randomness of the whole run.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    device: Device = None,
+    out: Out = None,
+    data_dir: DataDir = None,
+    set_: Settings = None,
+) -> None:
+    """Train one model with one method.
+
+    Writes config.toml, rounds.jsonl, summary.json, checkpoint.safetensors and
+    model.safetensors into its folder. Ctrl-C finishes the round, saves, and says how to resume.
+    """
+    named = _assignments(set_, method=method, seed=seed, rounds=rounds, sim__device=device)
+    experiment = _settings(config, preset, named)
+    from fedbasin.experiment.runs import Cell, slug
+
+    path = out or _fresh(slug(experiment.resolved().method))
+    if out is not None and (out / "config.toml").exists():
+        raise ValueError(
+            f"{out} holds a run already; fedbasin resume {out}, or choose another --out"
+        )
+    (summary,) = run_with_progress([Cell(experiment.resolved(), path)], console, data_dir)
+    _say_summary(summary, path)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Go on with a run that was stopped or killed; it ends as if it never had been."""
+    import fedbasin.experiment  # noqa: F401
+    from fedbasin.core.record import RecordError
+    from fedbasin.experiment.config import from_mapping, read_config
+    from fedbasin.experiment.runs import Cell
+
+    if not (folder / "config.toml").exists():
+        raise RecordError(f"{folder} holds no run: there is no config.toml in it")
+    experiment = from_mapping(read_config(folder / "config.toml"))
+    (summary,) = run_with_progress([Cell(experiment, folder)], console, data_dir)
+    _say_summary(summary, folder)
+
+
+@app.command()
+def compare(
+    methods: Annotated[
+        list[str], typer.Argument(help="Expressions, e.g. fedavg 'fedprox(mu=0.1)'.")
+    ],
+    seeds: Seeds = "0,1,2",
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    preset: Preset = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    device: Device = None,
+    target: Target = 0.8,
+    out: Out = None,
+    data_dir: DataDir = None,
+    set_: Settings = None,
+) -> None:
+    """Let several methods compete on the same clients, cohorts and batches.
+
+    Prints a table and writes comparison.png beside the runs. A comparison that was stopped
+    goes on where it was when the same command is given with the same --out.
+    """
+    named = _assignments(set_, rounds=rounds, sim__device=device)
+    base = _settings(config, preset, named)
+    from fedbasin.experiment.runs import cells
+
+    path = out or _fresh("compare")
+    layout = cells(base, methods, _read_seeds(seeds), path)
+    _compare(layout, base, path, target, data_dir)
+
+
+@app.command()
+def demo(
+    seeds: Seeds = "0,1,2",
+    target: Target = 0.8,
+    out: Out = None,
+    set_: Settings = None,
+) -> None:
+    """Watch several methods compete on handwritten digits: 50 clients, strong label skew.
+
+    Needs no download and about a minute or two on two cores.
+    """
+    base = _settings(None, "demo", set_)
+    from fedbasin.experiment.runs import cells
+
+    path = out or _fresh("demo")
+    _compare(cells(base, DEMO_METHODS, _read_seeds(seeds), path), base, path, target, None)
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method, to see all about it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """List the methods, or show one with its arguments and equations."""
+    import fedbasin.experiment  # noqa: F401
+    from fedbasin.cli.listing import card_text, cards_json, cards_table
+
+    if as_json:
+        typer.echo(cards_json(name))
+    elif name is None:
+        console.print(cards_table())
+    else:
+        console.print(card_text(name), highlight=False, markup=False)
+
+
+def _compare(
+    layout: list[Cell], base: Experiment, path: Path, target: float, data_dir: Path | None
+) -> None:
+    from fedbasin.report.curves import draw_curves
+    from fedbasin.report.table import cells, read_curves, summarise
+
+    run_with_progress(layout, console, data_dir)
+    curves = read_curves([cell.path for cell in layout])
+    table = Table(title=Text(f"{base.data.name}, {base.partition.how}, {base.rounds} rounds"))
+    columns = (
+        "method",
+        "accuracy, last 10 rounds (%)",
+        f"rounds to {target:.0%}",
+        "seconds",
+        "seeds",
+    )
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
+    for row in summarise(curves, target):
+        table.add_row(*(Text(cell) for cell in cells(row)))
+    console.print(table)
+    figure = draw_curves(
+        curves, path / "comparison.png", title=f"{base.data.name}, {base.partition.how}"
+    )
+    console.print(Text(f"figure: {figure}\nrecords: {path}"), soft_wrap=True)
+
+
+def _say_summary(summary: dict[str, Any], path: Path) -> None:
+    last, mean = summary["accuracy_last"], summary["accuracy_mean_last10"]
+    line = (
+        f"{summary['method']}: accuracy {100 * mean:.2f} % (mean of the last 10 rounds), "
+        f"{100 * last:.2f} % (last), {summary['seconds']:.1f} s\nrecords: {path}"
+    )
+    console.print(Text(line), soft_wrap=True)
+
+
+def _read_seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--seeds is {text!r}; write numbers with commas, as in 0,1,2") from error

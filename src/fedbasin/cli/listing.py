@@ -1,0 +1,81 @@
+"""The catalogue for people and for programs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+
+from rich.table import Table
+
+from fedbasin.core.catalogue import Card, cards
+from fedbasin.core.expressions import parse, text
+
+
+def cards_table() -> Table:
+    """Return all methods as a table."""
+    table = Table(title="fedbasin methods NAME shows one with its equations")
+    for column in ("name", "what it does", "paper", "needs", "models down/up"):
+        table.add_column(column, no_wrap=column == "name")
+    for card in cards("method"):
+        needs = ", ".join(card.needs) or "-"
+        table.add_row(card.name, card.summary, card.paper, needs, f"{card.down:g}/{card.up:g}")
+    return table
+
+
+def card_text(name: str) -> str:
+    """Return one method with its arguments, its file's equations and its cost."""
+    card = _find(name)
+    module = inspect.getdoc(sys.modules[card.make.__module__]) or ""
+    arguments = "\n".join(f"    {line}" for line in _arguments(card)) or "    none"
+    neutral = card.is_fedavg_when
+    if not isinstance(neutral, str):
+        neutral = ", ".join(f"{k}={text(v)}" for k, v in neutral.items()) or "as it stands"
+    return "\n".join(
+        [
+            f"{card.name}: {card.summary}",
+            "",
+            module,
+            "",
+            f"arguments (with their defaults)\n{arguments}",
+            "",
+            f"paper      {card.paper}  {card.url}",
+            f"needs      {', '.join(card.needs) or 'nothing beyond the replies'}",
+            f"payload    {card.down:g} models down, {card.up:g} up",
+            f"is FedAvg  {neutral}",
+        ]
+    )
+
+
+def cards_json(name: str | None) -> str:
+    """Return the methods, or one of them, as JSON."""
+    chosen = [_find(name)] if name else cards("method")
+    return json.dumps([_plain(card) for card in chosen], indent=2)
+
+
+def _find(name: str) -> Card:
+    card = next((c for c in cards("method") if c.name == name), None)
+    if card is None:
+        parse(name, "method")  # says which names are near
+        raise ValueError(f"{name!r} is an expression; give the name of one method")
+    return card
+
+
+def _arguments(card: Card) -> list[str]:
+    return [p.name if p.required else f"{p.name} = {text(p.default)}" for p in card.parameters]
+
+
+def _plain(card: Card) -> dict[str, object]:
+    return {
+        "name": card.name,
+        "summary": card.summary,
+        "paper": card.paper,
+        "url": card.url,
+        "needs": list(card.needs),
+        "arguments": {p.name: None if p.required else text(p.default) for p in card.parameters},
+        "is_fedavg_when": card.is_fedavg_when
+        if isinstance(card.is_fedavg_when, str)
+        else dict(card.is_fedavg_when),
+        "models_down": card.down,
+        "models_up": card.up,
+    }

@@ -1,0 +1,1 @@
+"""Room 8: run records to tables and figures. Nothing here needs a tensor."""

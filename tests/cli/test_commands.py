@@ -1,0 +1,141 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fedbasin.cli import app, main
+
+FAST = [
+    "--set", "rounds=3", "--set", "partition.clients=10", "--set", "local.epochs=1",
+    "--set", "model=mlp(widths=(8,))",
+]  # fmt: skip
+runner = CliRunner()
+
+
+def invoke(*arguments):
+    return runner.invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def test_help_teaches_every_command():
+    page = invoke("--help")
+    assert page.exit_code == 0
+    for command in ("run", "compare", "resume", "methods", "data", "partition", "demo"):
+        assert command in page.output
+        shown = invoke(command, "--help")
+        assert shown.exit_code == 0 and len(shown.output) > 200
+
+
+def test_run_writes_a_folder_and_says_where(tmp_path):
+    out = tmp_path / "r"
+    result = invoke(
+        "run",
+        "--preset",
+        "demo",
+        "--method",
+        "fedprox(mu=0.1)",
+        "--seed",
+        "4",
+        "--out",
+        str(out),
+        *FAST,
+    )
+    assert result.exit_code == 0, result.output
+    summary = json.loads((out / "summary.json").read_text())
+    assert (
+        summary["method"] == "fedprox(mu=0.1)" and summary["seed"] == 4 and summary["rounds"] == 3
+    )
+    assert str(out) in result.output and f"{100 * summary['accuracy_last']:.2f}" in result.output
+
+
+def test_run_reads_a_config_file_and_overrides_it(tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text('method = "scaffold"\nrounds = 50\n[local]\nlr = 0.3\n')
+    out = tmp_path / "r"
+    result = invoke(
+        "run", str(config), "--rounds", "2", "--out", str(out), "--set", "partition.clients=10"
+    )
+    assert result.exit_code == 0, result.output
+    text = (out / "config.toml").read_text()
+    assert 'method = "scaffold"' in text and "rounds = 2" in text and "lr = 0.3" in text
+
+
+def test_compare_prints_a_table_and_draws_a_figure(tmp_path):
+    arguments = [
+        "compare",
+        "fedavg",
+        "scaffold",
+        "--seeds",
+        "0,1",
+        "--preset",
+        "demo",
+        "--out",
+        str(tmp_path),
+        *FAST,
+    ]
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "fedavg" in result.output and "scaffold" in result.output and "±" in result.output
+    assert (tmp_path / "comparison.png").read_bytes()[:4] == b"\x89PNG"
+    assert len(list(tmp_path.rglob("summary.json"))) == 4
+    again = invoke(*arguments)
+    assert again.exit_code == 0 and again.output == result.output
+
+
+def test_demo_runs_all_its_methods(tmp_path):
+    from fedbasin.cli.app import DEMO_METHODS
+
+    result = invoke("demo", "--seeds", "0", "--out", str(tmp_path), "--set", "rounds=2")
+    assert result.exit_code == 0, result.output
+    for method in DEMO_METHODS:
+        assert method in result.output
+
+
+def test_methods_lists_shows_and_speaks_json():
+    listing = invoke("methods")
+    assert listing.exit_code == 0
+    cards = json.loads(invoke("methods", "--json").output)
+    assert {"fedavg", "fedprox", "scaffold"} <= {card["name"] for card in cards}
+    for card in cards:
+        assert card["name"] in listing.output
+    page = invoke("methods", "scaffold").output
+    assert "c_i+" in page and "server_lr = 1.0" in page and "2 models down" in page
+    assert json.loads(invoke("methods", "fedprox", "--json").output)[0]["is_fedavg_when"] == {
+        "mu": 0.0
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--set", "locl.lr=1"], ["locl", "local"]),
+        (["run", "--set", "data.name=digitz"], ["digitz"]),
+        (["run", "--method", "fedavgg"], ["fedavgg", "fedavg"]),
+        (["run", "absent.toml"], ["absent.toml", "does not exist"]),
+        (["run", "absent.toml", "--preset", "demo"], ["not both"]),
+        (["run", "--preset", "dmo"], ["dmo", "demo"]),
+        (["resume", "nowhere"], ["nowhere", "no run"]),
+        (["compare", "fedavg", "--seeds", "a"], ["--seeds", "'a'"]),
+        (["methods", "fedavgg"], ["fedavgg", "fedavg"]),
+        (["run", "--set", "sim.participation=count(clients=99)", "--out", "x"], ["99", "50"]),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing_behind(
+    arguments, words, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["fedbasin", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error:") and "Traceback" not in message
+    for word in words:
+        assert word in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedbasin", "resume", "nowhere"])
+    monkeypatch.setenv("FEDBASIN_DEBUG", "1")
+    with pytest.raises(ValueError, match="nowhere"):
+        main()

@@ -1,0 +1,92 @@
+"""Real processes, killed for real: nothing is lost, and resuming ends in the same bits."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROUNDS = 40
+ARGUMENTS = [
+    "run", "--preset", "demo", "--method", "scaffold",
+    "--set", f"rounds={ROUNDS}", "--set", "partition.clients=10", "--set", "sim.checkpoint_every=3",
+    "--set", "model=mlp(widths=(32,))", "--set", "sim.dropout=0.3",
+]  # fmt: skip
+TIMED = ("seconds", "seconds_train", "seconds_merge", "seconds_evaluate")
+
+
+def start(*arguments):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedbasin", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def lines(folder):
+    path = folder / "rounds.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def wait_for(process, folder, rounds):
+    while process.poll() is None and lines(folder) < rounds:
+        time.sleep(0.005)
+
+
+def records(folder):
+    found = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k not in TIMED} for record in found]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    process = start(*ARGUMENTS, "--out", str(folder))
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    return folder
+
+
+def test_kill_at_random_points_then_resume_is_as_if_never_killed(whole, tmp_path):
+    folder = tmp_path / "run"
+    dice = random.Random(os.getpid())
+    process = start(*ARGUMENTS, "--out", str(folder))
+    kills = 0
+    for _ in range(4):
+        wait_for(process, folder, min(lines(folder) + dice.randint(1, 9), ROUNDS - 1))
+        time.sleep(dice.random() * 0.02)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.communicate()
+        process = start("resume", str(folder))
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert kills >= 2
+    assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert records(folder) == records(whole)
+    assert not list(folder.glob("*.part"))
+
+
+def test_ctrl_c_finishes_the_round_saves_and_says_how_to_resume(whole, tmp_path):
+    folder = tmp_path / "run"
+    process = start(*ARGUMENTS, "--out", str(folder))
+    wait_for(process, folder, 5)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and f"fedbasin resume {folder}" in output.replace("\n", "")
+    done = lines(folder)
+    assert 5 <= done < ROUNDS
+    assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
+    process = start("resume", str(folder))
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert records(folder) == records(whole)

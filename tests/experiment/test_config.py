@@ -1,0 +1,125 @@
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbasin.experiment import ConfigError, Experiment, from_mapping
+from fedbasin.experiment.config import (
+    DataConfig,
+    LocalConfig,
+    PartitionConfig,
+    SimConfig,
+    override,
+    read_config,
+    read_preset,
+)
+
+positive = st.floats(min_value=0, max_value=1e9, allow_nan=False)
+experiments = st.builds(
+    Experiment,
+    method=st.sampled_from(["fedavg", "fedprox(mu=0.5)", "scaffold(option='full')"]),
+    model=st.sampled_from(["mlp", "mlp(widths=(8, 8))"]),
+    seed=st.integers(0, 2**40),
+    rounds=st.integers(1, 10**6),
+    data=st.builds(
+        DataConfig,
+        name=st.text(max_size=10),
+        imbalance=st.floats(min_value=1e-6, max_value=1),
+        proxy_per_class=st.integers(0, 100),
+        augment=st.booleans(),
+    ),
+    partition=st.builds(
+        PartitionConfig, clients=st.integers(1, 10**6), seed=st.integers(-1, 10**9)
+    ),
+    local=st.builds(LocalConfig, lr=positive, momentum=st.floats(0, 0.999), clip=positive),
+    sim=st.builds(SimConfig, dropout=st.floats(0, 0.99), device=st.text(max_size=6)),
+)
+
+
+@given(experiments)
+@settings(max_examples=150)
+def test_toml_reads_back_as_the_same_experiment(experiment):
+    assert from_mapping(tomllib.loads(experiment.to_toml())) == experiment
+
+
+def test_resolving_is_canonical_and_idempotent():
+    loose = Experiment(
+        method="fedprox( 0.5 )",
+        seed=3,
+        partition=PartitionConfig(how="dirichlet(0.1, balance=True)"),
+        local=LocalConfig(schedule="exponential( decay = .9 )"),
+    )
+    tight = loose.resolved()
+    assert tight.method == "fedprox(mu=0.5)" and tight.partition.how == "dirichlet(alpha=0.1)"
+    assert tight.local.schedule == "exponential(decay=0.9)" and tight.partition.seed == 3
+    assert tight.resolved() == tight
+    assert Experiment(partition=PartitionConfig(seed=9), seed=3).resolved().partition.seed == 9
+
+
+@pytest.mark.parametrize(
+    ("mapping", "words"),
+    [
+        ({"metod": "fedavg"}, ["'metod'", "method"]),
+        ({"local": {"lrr": 1}}, ["'local.lrr'", "lr"]),
+        ({"local": 3}, ["local", "section"]),
+        ({"local": {"lr": "fast"}}, ["local.lr", "'fast'", "a number"]),
+        ({"local": {"epochs": 1.5}}, ["local.epochs", "1.5", "a whole number"]),
+        ({"data": {"augment": 1}}, ["data.augment", "True or False"]),
+        ({"data": {"proxy_from": "moon"}}, ["data.proxy_from", "moon", "train"]),
+        ({"method": "fedavgg"}, ["method", "fedavgg", "fedavg"]),
+        ({"model": "fedavg"}, ["model", "fedavg"]),
+        ({"partition": {"how": "dirichlet"}}, ["partition.how", "alpha"]),
+        ({"sim": {"participation": "all"}}, ["sim.participation", "all"]),
+        ({"local": {"schedule": "linear"}}, ["local.schedule", "linear"]),
+        ({"rounds": 0}, ["rounds", "0"]),
+        ({"local": {"lr": float("nan")}}, ["local.lr", "nan"]),
+        ({"local": {"momentum": 1.0}}, ["local.momentum", "1.0"]),
+        ({"sim": {"dropout": -0.1}}, ["sim.dropout", "-0.1"]),
+        ({"data": {"imbalance": 0.0}}, ["data.imbalance", "0.0"]),
+        ({"seed": -1}, ["seed", "-1"]),
+    ],
+)
+def test_bad_settings_name_the_field_the_value_and_the_fix(mapping, words):
+    with pytest.raises(ConfigError) as error:
+        from_mapping(mapping)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_overrides_reach_any_field_and_read_toml_or_text():
+    settings = override(
+        {},
+        [
+            "local.lr=0.5",
+            "method=fedprox(mu=0.1)",
+            'data.name="usps"',
+            "data.augment=true",
+            "rounds=7",
+        ],
+    )
+    experiment = from_mapping(settings)
+    assert experiment.local.lr == 0.5 and experiment.method == "fedprox(mu=0.1)"
+    assert experiment.data == DataConfig(name="usps", augment=True) and experiment.rounds == 7
+
+
+@pytest.mark.parametrize("bad", ["local.lr", "=3", "method.x=3"])
+def test_overrides_that_cannot_be_read_are_refused(bad):
+    with pytest.raises(ConfigError):
+        from_mapping(override({"method": "fedavg"}, [bad]))
+
+
+def test_presets_are_whole_and_others_are_named():
+    for name in ("demo", "fmnist", "cifar10"):
+        assert from_mapping(read_preset(name)).resolved()
+    with pytest.raises(ConfigError, match="demo"):
+        read_preset("dmo")
+
+
+def test_files_that_are_not_toml_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_config(tmp_path / "absent.toml")
+    for content in (b"a = ", b"\xff\xfe"):
+        (tmp_path / "bad.toml").write_bytes(content)
+        with pytest.raises(ConfigError, match="not TOML"):
+            read_config(tmp_path / "bad.toml")

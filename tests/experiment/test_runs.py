@@ -1,0 +1,161 @@
+from dataclasses import replace
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+from fedbasin import Experiment, compare, resume, run
+from fedbasin.core.record import RecordError
+from fedbasin.core.state import read
+from fedbasin.experiment import ConfigError, build
+from fedbasin.experiment.build import needs_of, pick_device
+from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
+from fedbasin.experiment.runs import slug
+from fedbasin.methods import FedAvg
+
+SMALL = Experiment(
+    model="mlp(widths=(16,))",
+    rounds=12,
+    partition=PartitionConfig(how="dirichlet(alpha=0.3, minimum=2)", clients=10),
+    local=LocalConfig(lr=0.2, epochs=2, batch=16),
+    sim=SimConfig(participation="fraction(rate=0.5)", checkpoint_every=4),
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "r"
+    return run(SMALL, out), out
+
+
+def test_a_run_learns_and_leaves_files_that_pandas_opens(finished):
+    summary, out = finished
+    assert summary["accuracy_mean_last10"] > 0.6 and summary["status"] == "finished"
+    table = pandas.read_json(out / "rounds.jsonl", lines=True)
+    assert len(table) == 12
+    assert table["accuracy"].iloc[-1] == pytest.approx(summary["accuracy_last"])
+    assert pandas.read_json(out / "summary.json", typ="series")["method"] == "fedavg"
+    assert {p.name for p in out.iterdir()} == {
+        "config.toml",
+        "rounds.jsonl",
+        "summary.json",
+        "checkpoint.safetensors",
+        "model.safetensors",
+    }
+    assert len(summary["accuracy_per_class"]) == 10
+    for name in ("versions", "commit", "device", "seconds", "peak_memory_bytes", "seed", "rounds"):
+        assert name in summary
+
+
+def test_the_shipped_model_scores_what_the_summary_says(finished):
+    summary, out = finished
+    federation = build(SMALL)
+    shipped = read(out / "model.safetensors")
+    vector = federation.test.net.layout.flat(
+        {n: shipped[n] for n in federation.test.net.layout.names}
+    )
+    assert federation.test.score(vector).accuracy == summary["accuracy_last"]
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_another_run(finished, tmp_path):
+    _, out = finished
+    run(SMALL, tmp_path / "again")
+    run(replace(SMALL, seed=1), tmp_path / "other")
+    model = (out / "model.safetensors").read_bytes()
+    assert (tmp_path / "again/model.safetensors").read_bytes() == model
+    assert (tmp_path / "other/model.safetensors").read_bytes() != model
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_a_finished_run_is_left_alone(finished, tmp_path):
+    summary, out = finished
+    with pytest.raises(RecordError, match="resume"):
+        run(SMALL, out)
+    assert resume(out) == summary
+    with pytest.raises(RecordError, match="no run"):
+        resume(tmp_path)
+
+
+def test_a_comparison_runs_each_cell_once(tmp_path):
+    base = replace(SMALL, rounds=2)
+    first = compare(base, ["fedavg", "fedprox(mu=1)"], [0, 1], tmp_path)
+    assert [(s["method"], s["seed"]) for s in first] == [
+        ("fedavg", 0),
+        ("fedprox(mu=1.0)", 0),
+        ("fedavg", 1),
+        ("fedprox(mu=1.0)", 1),
+    ]
+    stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")}
+    assert len(stamps) == 4
+    assert compare(base, ["fedavg", "fedprox(mu=1)"], [0, 1], tmp_path) == first
+    assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
+    with pytest.raises(RecordError, match="other settings"):
+        compare(replace(base, rounds=3), ["fedavg"], [0], tmp_path)
+    with pytest.raises(ConfigError, match="twice"):
+        compare(base, ["fedavg", "fedavg()"], [0], tmp_path)
+    with pytest.raises(ConfigError, match="at least one"):
+        compare(base, [], [0], tmp_path)
+
+
+def test_folder_names_are_safe_and_distinct():
+    texts = ["fedavg", "fedprox(mu=0.1)", "fedprox(mu=0_1)", "a/../b", "x" * 300, "FEDAVG", ".."]
+    names = [slug(t) for t in texts]
+    assert len(set(names)) == len(texts)
+    assert all(n and "/" not in n and not n.startswith(".") and len(n) < 80 for n in names)
+
+
+def test_proxy_rows_are_neither_trained_on_nor_scored():
+    for source in ("train", "test"):
+        settings = replace(SMALL, data=DataConfig(proxy_per_class=4, proxy_from=source))
+        federation = build(settings)
+        assert federation.context.proxy.size == 40
+        counts = np.bincount(federation.context.proxy.labels.numpy(), minlength=10)
+        assert counts.tolist() == [4] * 10
+        plain = build(SMALL)
+        lost_train = len(plain.executor.population.labels) - len(
+            federation.executor.population.labels
+        )
+        lost_test = plain.test.size - federation.test.size
+        assert (lost_train, lost_test) == ((40, 0) if source == "train" else (0, 40))
+
+
+def test_the_long_tail_is_cut_before_the_partition():
+    federation = build(replace(SMALL, data=DataConfig(imbalance=0.1)))
+    counts = federation.context.class_counts.sum(0)
+    assert counts[9] / counts[0] == pytest.approx(0.1, abs=0.02)
+    assert (counts[:-1] >= counts[1:]).all()
+
+
+def test_settings_that_cannot_work_are_explained():
+    with pytest.raises(ConfigError, match="proxy_per_class"):
+        build(replace(SMALL, sim=replace(SMALL.sim, buffers="recalibrate")))
+    with pytest.raises(ConfigError, match="device"):
+        pick_device("quantum")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="cuda is not available"):
+            pick_device("cuda")
+    with pytest.raises(ValueError, match="epochs"):
+        build(replace(SMALL, local=LocalConfig(steps=3, schedule="epoch_decay")))
+    assert needs_of(FedAvg()) == set()
+
+
+def test_recalibration_renews_batchnorm_statistics():
+    """After it, a BatchNorm model sees the server's rows with the mean and spread they have."""
+    settings = replace(
+        SMALL,
+        model="resnet8(norm='batch')",
+        rounds=1,
+        data=DataConfig(proxy_per_class=10),
+        local=LocalConfig(lr=0.1, batch=16),
+        partition=PartitionConfig(how="iid", clients=40),
+        sim=replace(SMALL.sim, participation="count(clients=2)", buffers="recalibrate"),
+    )
+    federation = build(settings)
+    server, states = federation.begin()
+    after, _ = next(iter(federation.rounds_from(server, states)))
+    proxy, net = federation.context.proxy, federation.test.net
+    inputs = proxy.transform(proxy.inputs, None)
+    trained = net(after.score, inputs, after.buffers, training=True).logits
+    scored = net(after.score, inputs, after.buffers).logits
+    stale = net(after.score, inputs, server.buffers).logits
+    assert (trained - scored).abs().mean() < 0.1 * (trained - stale).abs().mean()

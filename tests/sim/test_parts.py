@@ -1,0 +1,132 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedbasin.core.expressions import parse
+from fedbasin.core.net import Net
+from fedbasin.core.rng import root
+from fedbasin.methods import Scaffold
+from fedbasin.sim import Examiner, Population
+from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.participation import draw_cohort, drop_out
+
+EVERYONE = np.arange(40)
+
+
+def cohorts(source, seeds=1, rounds=50):
+    choice = parse(source, "participation")
+    return [
+        draw_cohort(choice, EVERYONE, root(s).fold("cohort", t))
+        for s in range(seeds)
+        for t in range(rounds)
+    ]
+
+
+def test_cohorts_are_distinct_sorted_and_of_the_right_size():
+    for cohort in cohorts("fraction(rate=0.25)") + cohorts("count(clients=10)"):
+        assert len(cohort) == len(set(cohort.tolist())) == 10 and (np.diff(cohort) > 0).all()
+    assert {len(c) for c in cohorts("fraction(rate=0.001)")} == {1}
+    assert {len(c) for c in cohorts("fraction(rate=1)")} == {40}
+    assert len(parse("fraction(rate=0.29)")(np.arange(100), np.random.default_rng(0))) == 29
+
+
+def test_everyone_is_drawn_equally_often():
+    counts = np.bincount(np.concatenate(cohorts("count(clients=4)", rounds=3000)), minlength=40)
+    assert np.abs(counts / 3000 - 0.1).max() < 0.03
+
+
+def test_bernoulli_draws_by_chance_and_never_an_empty_cohort():
+    sizes = [len(c) for c in cohorts("bernoulli(rate=0.02)", rounds=400)]
+    assert min(sizes) >= 1 and max(sizes) > 1
+    sizes = [len(c) for c in cohorts("bernoulli(rate=0.5)", rounds=400)]
+    assert abs(np.mean(sizes) - 20) < 1 and np.std(sizes) == pytest.approx(np.sqrt(10), rel=0.2)
+
+
+def test_seeds_and_rounds_give_different_cohorts_and_equal_keys_equal_ones():
+    found = cohorts("count(clients=5)", seeds=5)
+    assert len({tuple(c) for c in found}) > 0.95 * len(found)
+    assert all(
+        (a == b).all() for a, b in zip(found, cohorts("count(clients=5)", seeds=5), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("fraction(rate=0)", "rate"),
+        ("fraction(rate=1.1)", "rate"),
+        ("count(clients=0)", "clients"),
+        ("count(clients=41)", "only 40"),
+        ("bernoulli(rate=-1)", "rate"),
+        ("bernoulli(rate=1e-12)", "empty"),
+    ],
+)
+def test_impossible_participation_is_refused(source, word):
+    with pytest.raises(ValueError, match=word):
+        draw_cohort(parse(source, "participation"), EVERYONE, root(0))
+
+
+def test_drop_outs_happen_at_their_rate():
+    assert drop_out(EVERYONE, 0.0, root(0)) is EVERYONE
+    left = [len(drop_out(EVERYONE, 0.3, root(t))) for t in range(500)]
+    assert abs(np.mean(left) - 28) < 0.6
+
+
+def test_a_population_holds_each_clients_rows():
+    inputs = np.arange(20, dtype=np.uint8).reshape(10, 2)
+    labels = np.arange(10) % 3
+    parts = [np.array([7, 2]), np.array([], dtype=np.int64), np.array([0, 9, 5])]
+    population = Population.of(inputs, labels, parts)
+    assert len(population) == 3 and population.sizes.tolist() == [2, 0, 3]
+    for client, rows in enumerate(parts):
+        shard = population.shard(client)
+        assert shard.inputs.tolist() == inputs[rows].tolist()
+        assert shard.labels.tolist() == labels[rows].tolist()
+    expected = [np.bincount(labels[rows], minlength=3).tolist() for rows in parts]
+    assert population.class_counts(3).tolist() == expected
+    assert population.shard(0).inputs.data_ptr() == population.inputs.data_ptr()
+
+
+def test_scores_equal_a_plain_loop():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Net(nn.Linear(3, 4), dtype=torch.float64)
+    rng = np.random.default_rng(0)
+    inputs = torch.from_numpy(rng.integers(0, 256, (57, 3)).astype(np.uint8))
+    labels = torch.from_numpy(rng.integers(0, 3, 57))  # class 3 has no row
+    examiner = Examiner(net, inputs, labels, lambda raw, key=None: raw.double() / 255, 4, chunk=10)
+    vector, _ = net.initial()
+    weight, bias = vector[:12].reshape(4, 3).numpy(), vector[12:].numpy()
+    logits = (inputs.numpy() / 255) @ weight.T + bias
+    y = labels.numpy()
+    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    score = examiner.score(vector)
+    assert score.accuracy == pytest.approx((logits.argmax(1) == y).mean())
+    assert score.loss == pytest.approx(-np.log(shares[np.arange(57), y]).mean())
+    for c in range(3):
+        assert score.per_class[c] == pytest.approx((logits.argmax(1) == y)[y == c].mean())
+    assert np.isnan(score.per_class[3])
+    assert examiner.loss(vector).item() == pytest.approx(score.loss)
+    rows = torch.tensor([3, 50])
+    np.testing.assert_allclose(examiner.logits(vector, rows).numpy(), logits[[3, 50]])
+    assert examiner.size == 57
+
+
+def test_client_states_start_at_zero_and_come_back():
+    vector = torch.arange(3.0)
+    rules = Scaffold().rules()
+    states = ClientStates(rules, vector)
+    assert states.get(5)[0].control.tolist() == [0, 0, 0]
+    states.put([5, 2], [(type(states.get(0)[0])(vector + i),) for i in (1, 2)])
+    fresh = ClientStates(rules, vector)
+    fresh.restore(states.kept())
+    assert fresh.get(5)[0].control.tolist() == [1, 2, 3] and fresh.get(2)[0].control.tolist() == [
+        2,
+        3,
+        4,
+    ]
+    assert fresh.get(0)[0].control.tolist() == [0, 0, 0]
+    stateless = ClientStates((), vector)
+    stateless.put([1], [()])
+    assert stateless.kept().ids.tolist() == []

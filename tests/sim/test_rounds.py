@@ -1,0 +1,212 @@
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedbasin.core.method import Served
+from fedbasin.core.record import RunFolder
+from fedbasin.core.state import read
+from fedbasin.local import Prox
+from fedbasin.methods import FedAvg, FedProx, Scaffold
+from fedbasin.sim import Diverged, run
+from fedbasin.testing import toy_federation
+
+
+def records(federation):
+    server, states = federation.begin()
+    return [record for _, record in federation.rounds_from(server, states)]
+
+
+def models(federation):
+    server, states = federation.begin()
+    return [after.send for after, _ in federation.rounds_from(server, states)]
+
+
+def test_methods_see_the_same_start_cohorts_and_batches():
+    a, b = toy_federation(FedAvg()), toy_federation(FedAvg(local=Prox(0.0)))
+    assert torch.equal(a.begin()[0].send, b.begin()[0].send)
+    for x, y in zip(models(a), models(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=0)
+
+
+def test_seeds_share_neither_model_nor_cohorts():
+    a, b = (toy_federation(FedAvg(), seed=s) for s in (0, 1))
+    assert not torch.isclose(a.begin()[0].send, b.begin()[0].send).any()
+
+
+def test_bytes_are_what_a_federation_would_move():
+    size = toy_federation(FedAvg()).begin()[0].send.numel() * 8
+    for method, down, up in ((FedAvg(), 1, 1), (FedProx(), 1, 1), (Scaffold(), 2, 2)):
+        for record in records(toy_federation(method)):
+            assert record.bytes_down == 3 * down * size
+            assert record.bytes_up == 3 * (up * size + 24)
+
+
+def test_records_say_what_happened():
+    federation = replace(toy_federation(FedAvg(), rounds=9), evaluate_every=4, evaluate_last=2)
+    found = records(federation)
+    assert [r.round for r in found] == list(range(1, 10))
+    assert [r.round for r in found if r.accuracy is not None] == [4, 8, 9]
+    assert found[-1].accuracy_per_class is not None and found[-2].accuracy_per_class is None
+    assert found[3].lr == pytest.approx(0.3 * 0.9**3) and found[0].replies == 3
+    sent = [federation.begin()[0].send, *models(federation)]
+    for before, after, record in zip(sent, sent[1:], found, strict=False):
+        assert record.update_norm == pytest.approx(float((after - before).norm()))
+        assert record.model_norm == pytest.approx(float(after.norm()))
+    assert found[-1].train_loss < found[0].train_loss
+
+
+def test_drop_outs_are_counted_and_a_round_without_replies_keeps_the_model():
+    federation = replace(toy_federation(FedAvg(), rounds=30), dropout=0.8)
+    found, sent = records(federation), [federation.begin()[0].send, *models(federation)]
+    assert all(r.replies + r.dropped == 3 for r in found)
+    empty = [r.round for r in found if r.replies == 0]
+    assert empty and len(empty) < 30
+    for number in empty:
+        assert torch.equal(sent[number], sent[number - 1])
+        assert found[number - 1].bytes_down > 0 and found[number - 1].bytes_up == 0
+
+
+class Notes(NamedTuple):
+    gamma: float
+    shares: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Apart(FedAvg):
+    """Sends one model and scores another."""
+
+    def aggregate(self, state, server, replies, context):
+        served, state = super().aggregate(state, server, replies, context)
+        return Served(served.send, served.send * 0, Notes(0.5, torch.ones(2))), state
+
+
+def test_what_is_scored_and_what_is_sent_are_kept_apart():
+    found = records(toy_federation(Apart()))
+    plain = records(toy_federation(FedAvg()))
+    assert found[-1].model_norm == 0
+    assert [r.accuracy_send for r in found] == [r.accuracy for r in plain]
+    assert all(r.accuracy_send is None for r in plain)
+    assert found[0].notes == {"gamma": 0.5, "shares": [1.0, 1.0]}
+
+
+class Batchy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+
+
+def statistics(policy, recalibrate=None):
+    federation = toy_federation(
+        FedAvg(), module=Batchy(), rounds=1, participation="count(clients=2)"
+    )
+    # BatchNorm cannot train on a batch of one row: take the clients that have none.
+    federation = replace(
+        federation, eligible=np.array([0, 2]), buffers=policy, recalibrate=recalibrate
+    )
+    server, states = federation.begin()
+    after, _ = next(iter(federation.rounds_from(server, states)))
+    return federation, server.buffers, after
+
+
+def test_statistics_follow_their_policy():
+    _, before, after = statistics("keep")
+    assert torch.equal(before, after.buffers)
+    federation, before, after = statistics("mean")
+    assert not torch.equal(before, after.buffers)
+    from fedbasin.sim.loop import Sent
+    from fedbasin.sim.participation import draw_cohort
+
+    cohort = draw_cohort(
+        federation.participation, federation.eligible, federation.key.fold("cohort", 0)
+    )
+    server, states = federation.begin()
+    gathered = federation.executor.train(
+        cohort, Sent(server.send, server.buffers, (), 0), federation.schedule(0), states
+    )
+    expected = np.average(
+        gathered.buffers.numpy(), axis=0, weights=gathered.replies.weights.numpy()
+    )
+    np.testing.assert_allclose(after.buffers.numpy(), expected)
+    _, _, after = statistics("recalibrate", lambda score, mean: mean * 0 + 7)
+    assert after.buffers.tolist() == [7.0] * 8
+
+
+def test_a_batch_of_one_row_under_batchnorm_is_explained():
+    federation = toy_federation(FedAvg(), module=Batchy(), participation="count(clients=6)")
+    with pytest.raises(ValueError, match=r"client 1: BatchNorm .* norm='group'"):
+        records(federation)
+
+
+def test_divergence_names_round_and_client_and_keeps_the_records(tmp_path):
+    federation = toy_federation(FedAvg(), rounds=5)
+    exploding = replace(
+        federation, schedule=lambda t: replace(federation.schedule(t), lr=1e308 if t == 2 else 0.1)
+    )
+    folder = RunFolder(tmp_path)
+    with pytest.raises(Diverged, match=r"round 3: client \d+ sent .*NaN.*records"):
+        run(exploding, folder, {"method": "fedavg"})
+    assert [r.round for r in folder.read_rounds()] == [1, 2]
+    summary = folder.read_summary()
+    assert summary["status"] == "diverged" and "round 3" in summary["reason"]
+    assert not folder.model.exists()
+
+
+def test_a_run_writes_its_folder(tmp_path):
+    federation, folder = toy_federation(Scaffold(), rounds=12), RunFolder(tmp_path)
+    seen = []
+    summary = run(
+        federation, folder, {"method": "scaffold"}, checkpoint_every=5, on_round=seen.append
+    )
+    assert [r.round for r in seen] == list(range(1, 13))
+    assert folder.read_summary() == summary
+    found = folder.read_rounds()
+    assert summary["accuracy_mean_last10"] == pytest.approx(
+        np.mean([r.accuracy for r in found[-10:]])
+    )
+    assert summary["accuracy_last"] == found[-1].accuracy and summary["status"] == "finished"
+    assert summary["peak_memory_bytes"] > 1e6 and summary["bytes_up"] == sum(
+        r.bytes_up for r in found
+    )
+    last = models(federation)[-1]
+    shipped = read(folder.model)
+    flat = torch.cat([shipped[n].reshape(-1) for n in federation.test.net.layout.names])
+    assert torch.equal(flat, last)
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Scaffold(), Apart()], ids=str)
+@pytest.mark.parametrize("stop", [1, 4, 5, 7])
+def test_resuming_ends_in_the_same_bits_and_records(tmp_path, method, stop):
+    def timeless(folder):
+        return [
+            replace(r, seconds=0, seconds_train=0, seconds_merge=0, seconds_evaluate=0)
+            for r in folder.read_rounds()
+        ]
+
+    whole, parts = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parts")
+    for folder in (whole, parts):
+        folder.path.mkdir()
+    federation = replace(toy_federation(method, rounds=8), dropout=0.5)
+    run(federation, whole, {}, checkpoint_every=3)
+
+    class Crash(Exception):
+        pass
+
+    def crash(record):
+        if record.round == stop:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run(federation, parts, {}, checkpoint_every=3, on_round=crash)
+    with parts.rounds.open("a") as file:
+        file.write('{"round": ')  # as a process killed while writing leaves it
+    run(replace(toy_federation(method, rounds=8), dropout=0.5), parts, {}, checkpoint_every=3)
+    assert parts.model.read_bytes() == whole.model.read_bytes()
+    assert timeless(parts) == timeless(whole)
