@@ -164,15 +164,15 @@ def _close(a: Tensor, b: Tensor, what: str) -> None:
 
 
 def law_is_fedavg_when_declared(method: Method) -> None:
-    """At the setting its card names, the method is FedAvg."""
+    """At the setting its card names, the method is FedAvg, or the method it wraps."""
     card = card_of(method)
     if isinstance(card.is_fedavg_when, str):
         return
     neutral = replace(method, **card.is_fedavg_when)  # type: ignore[type-var]
-    fedavg = FedAvg(weighting=getattr(neutral, "weighting", "samples"))
-    for ours, theirs in zip(trajectory(neutral), trajectory(fedavg), strict=True):
-        _close(ours.send, theirs.send, f"{text(neutral)} is not FedAvg")
-        _close(ours.score, theirs.score, f"{text(neutral)} scores another model than FedAvg")
+    plain = getattr(neutral, "inner", None) or FedAvg(getattr(neutral, "weighting", "samples"))
+    for ours, theirs in zip(trajectory(neutral), trajectory(plain), strict=True):
+        _close(ours.send, theirs.send, f"{text(neutral)} is not {text(plain)}")
+        _close(ours.score, theirs.score, f"{text(neutral)} scores another model than {text(plain)}")
 
 
 def law_differs_by_default(method: Method) -> None:

@@ -78,6 +78,17 @@ class Layout:
             return torch.zeros(0)
         return torch.cat([tensors[name].reshape(-1) for name in self.names])
 
+    def mix(
+        self, part: Literal["all", "head", "backbone"], inside: Tensor, outside: Tensor
+    ) -> Tensor:
+        """Return `inside` on the head or on the backbone (or everywhere), `outside` elsewhere."""
+        if part == "all":
+            return inside
+        if not self.head:
+            raise ValueError(f"part={part!r} needs a network with a linear head")
+        head = self.mask(self.head, inside).bool()
+        return torch.where(head if part == "head" else ~head, inside, outside)
+
     def mask(self, names: Iterable[str], like: Tensor) -> Tensor:
         """Return a vector [P] of ones on the named parts and zeros elsewhere."""
         ones = torch.zeros(self.size, dtype=like.dtype, device=like.device)

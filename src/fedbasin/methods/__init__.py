@@ -2,4 +2,7 @@
 
 from fedbasin.methods.fedavg import FedAvg as FedAvg
 from fedbasin.methods.fedprox import FedProx as FedProx
+from fedbasin.methods.ima import IMA as IMA
 from fedbasin.methods.scaffold import Scaffold as Scaffold
+from fedbasin.methods.swa import SWA as SWA
+from fedbasin.methods.wima import WIMA as WIMA

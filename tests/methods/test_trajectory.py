@@ -1,0 +1,326 @@
+"""IMA, WIMA and SWA: the invariants of the papers, against plain NumPy means."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Context, Plan
+from fedbasin.core.rng import root
+from fedbasin.core.trajectory import RunningMean, empty, mean, push
+from fedbasin.core.vectors import Layout
+from fedbasin.methods import IMA, SWA, WIMA, FedAvg, FedProx, Scaffold
+from fedbasin.testing import replies_of, toy_federation, trajectory
+
+LAYOUT = Layout(("body", "head.weight"), ((2,), (3,)), head=("head.weight",))
+
+
+def context(round=0, rounds=40):
+    return Context(LAYOUT, clients=4, rounds=rounds, key=root(0), round=round)
+
+
+def feed(method, models, rounds=None):
+    """Let a method see one reply a round; yield what it serves."""
+    models = torch.as_tensor(models, dtype=torch.float64)
+    total = rounds or len(models)
+    state = method.init(models[0] * 0, context(rounds=total))
+    for t, model in enumerate(models):
+        served, state = method.aggregate(
+            state, model * 0, replies_of(model[None]), context(t, total)
+        )
+        yield served
+
+
+def walk(count, size=5, seed=0):
+    return np.cumsum(np.random.default_rng(seed).normal(size=(count, size)), axis=0)
+
+
+# --- the window
+
+
+@given(st.integers(1, 7), st.integers(1, 40), st.integers(0, 5))
+@settings(max_examples=60)
+def test_a_window_holds_the_mean_of_the_last_models(width, count, seed):
+    window = empty(width, torch.zeros(3, dtype=torch.float64))
+    models = walk(count, 3, seed)
+    for t, model in enumerate(models):
+        window = push(window, torch.from_numpy(model))
+        np.testing.assert_allclose(
+            mean(window), models[max(0, t + 1 - width) : t + 1].mean(0), rtol=1e-12, atol=1e-12
+        )
+    assert window.filled == min(width, count)
+
+
+def test_a_window_does_not_drift_over_thousands_of_rounds():
+    rng = np.random.default_rng(0)
+    window, last = empty(50, torch.zeros(4)), []
+    for t in range(5000):
+        model = (rng.normal(size=4) * 10.0 ** rng.integers(-6, 7, 4)).astype(np.float32)
+        window = push(window, torch.from_numpy(model))
+        last = [*last, model.astype(np.float64)][-50:]
+    np.testing.assert_allclose(mean(window).numpy(), np.mean(last, 0), rtol=2e-7, atol=1e-3)
+    exact = sum((slot.double() for slot in window.slots), torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(window.total, exact, rtol=1e-12, atol=1e-9)
+
+
+def test_pushing_copies_only_the_new_model_and_changes_nothing():
+    window = empty(4, torch.zeros(3))
+    for t in range(6):
+        before = [slot.data_ptr() for slot in window.slots]
+        after = push(window, torch.full((3,), float(t)))
+        changed = [a != b.data_ptr() for a, b in zip(before, after.slots, strict=True)]
+        assert sum(changed) <= 1 and window.pushed == t
+        window = after
+
+
+def test_bfloat16_halves_the_memory_and_keeps_three_digits_of_the_movement():
+    models = torch.from_numpy(1000 + walk(30)).float()
+    half, full = empty(8, models[0], "bfloat16"), empty(8, models[0])
+    for model in models:
+        half, full = push(half, model), push(full, model)
+    assert all(slot.element_size() == 2 for slot in half.slots)
+    moved = (models[-8:] - models[0]).abs().max()
+    assert (mean(half) - mean(full)).abs().max() < moved * 2**-8
+    with pytest.raises(ValueError, match="no model"):
+        mean(empty(3, models[0]))
+
+
+def test_a_running_mean_is_the_mean():
+    models = walk(20)
+    running = RunningMean(torch.zeros(5, dtype=torch.float64), 0)
+    for model in models:
+        running = running.push(torch.from_numpy(model))
+    np.testing.assert_allclose(running.mean(torch.zeros(5, dtype=torch.float64)), models.mean(0))
+
+
+# --- WIMA
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 100])
+def test_wima_scores_the_window_and_sends_the_raw_model(width):
+    models = walk(12)
+    for t, served in enumerate(feed(WIMA(window=width), models)):
+        np.testing.assert_array_equal(served.send, models[t])
+        np.testing.assert_allclose(
+            served.score, models[max(0, t + 1 - width) : t + 1].mean(0), rtol=1e-12, atol=1e-12
+        )
+
+
+def test_equation_4_equals_equation_6():
+    """The window's mean is w^{t'} minus the steps since, the oldest counted fully, the newest 1/W."""
+    models, width = walk(30), 6
+    scores = [served.score.numpy() for served in feed(WIMA(window=width), models)]
+    for end in range(width, 30):
+        first = end - width  # w^{t'}; the window holds the models after it
+        step = [models[tau] - models[tau + 1] for tau in range(first, end)]
+        shares = [(width - k) / width for k in range(width)]
+        assert sum(shares) == pytest.approx((width + 1) / 2)
+        expected = models[first] - sum(s * d for s, d in zip(shares, step, strict=True))
+        np.testing.assert_allclose(scores[end], expected, rtol=1e-10, atol=1e-10)
+        if end > width:
+            np.testing.assert_allclose(
+                scores[end] - scores[end - 1],
+                (models[end] - models[end - width]) / width,
+                atol=1e-10,
+            )
+
+
+@pytest.mark.parametrize("inner", [FedAvg(), FedProx(mu=0.5), Scaffold()], ids=str)
+def test_wima_leaves_the_trajectory_alone(inner):
+    for a, b in zip(trajectory(WIMA(inner, window=3)), trajectory(inner), strict=True):
+        assert torch.equal(a.send, b.send)
+
+
+def test_wima_of_a_part_takes_the_rest_from_the_newest_model():
+    models = walk(7)
+    for part, averaged in (("head", slice(2, 5)), ("backbone", slice(0, 2))):
+        *_, last = feed(WIMA(window=3, part=part), models)
+        expected = models[-1].copy()
+        expected[averaged] = models[-3:].mean(0)[averaged]
+        np.testing.assert_allclose(last.score, expected, rtol=1e-12)
+
+
+def test_wima_steadies_a_noisy_run():
+    """On a noisy walk around an optimum the variance of the scored model falls with W."""
+    noise = np.random.default_rng(0).normal(size=(400, 5))
+    spread = []
+    for width in (1, 5, 25):
+        scores = np.stack([served.score.numpy() for served in feed(WIMA(window=width), noise)])
+        spread.append(scores[50:].var())
+    assert spread[0] > 3 * spread[1] > 9 * spread[2]
+
+
+# --- IMA
+
+
+def test_ima_hands_out_the_mean_of_the_last_raw_models_from_its_start_on():
+    models = walk(20)
+    for t, served in enumerate(feed(IMA(window=4, start=0.5), models)):
+        expected = models[t - 3 : t + 1].mean(0) if t >= 10 else models[t]
+        np.testing.assert_allclose(served.send, expected, rtol=1e-12)
+        assert served.score is served.send
+
+
+def test_ima_before_the_window_is_full_averages_what_there_is():
+    models = walk(6)
+    for t, served in enumerate(feed(IMA(window=4, start=0.0), models)):
+        np.testing.assert_allclose(served.send, models[max(0, t - 3) : t + 1].mean(0), rtol=1e-12)
+
+
+def test_ima_finds_the_centre_of_an_oscillation():
+    centre, swing = np.arange(5.0), np.random.default_rng(0).normal(size=(4, 5))
+    swing -= swing.mean(0)
+    models = np.stack([centre + swing[t % 4] for t in range(16)])
+    *_, last = feed(IMA(window=4), models)
+    np.testing.assert_allclose(last.send, centre, atol=1e-12)
+
+
+@pytest.mark.parametrize("inner", [FedAvg(), Scaffold()], ids=str)
+def test_ima_is_its_base_before_the_start_and_without_window(inner):
+    base = trajectory(inner, rounds=8)
+    late = trajectory(IMA(inner, window=3), rounds=8)
+    for a, b in zip(base[:6], late[:6], strict=True):
+        assert torch.equal(a.send, b.send)
+    assert not torch.equal(base[6].send, late[6].send)
+    for neutral in (IMA(inner, window=1, decay="none"), IMA(inner, start=1.0)):
+        for a, b in zip(base, trajectory(neutral, rounds=8), strict=True):
+            assert torch.equal(a.send, b.send) and torch.equal(a.score, b.score)
+
+
+def test_clients_train_from_the_mean():
+    """A cohort that stands still returns the mean it was sent, and that enters the window."""
+    federation = toy_federation(IMA(window=3, start=0.5, decay="none"), rounds=8)
+    still = replace(federation, schedule=lambda t: Plan(0.3 if t < 5 else 0.0, 2))
+    server, states = still.begin()
+    sent = [after.send for after, _ in still.rounds_from(server, states)]
+    # sent[4] = mean(a2, a3, a4) and sent[5] = mean(a3, a4, sent[4]), with a2 = sent[2] still raw
+    torch.testing.assert_close(sent[5], sent[4] + (sent[4] - sent[2]) / 3)
+
+
+def lrs(method, rounds=40, base=0.01):
+    def schedule(t):
+        return Plan(base * 0.99**t, 5)
+
+    return [method.plan(schedule, context(t, rounds)) for t in range(rounds)]
+
+
+def test_learning_rates_follow_the_closed_forms_and_are_continuous_at_the_start():
+    plain = [0.01 * 0.99**t for t in range(40)]
+    exponential = [p.lr for p in lrs(IMA())]
+    assert exponential[:30] == pytest.approx(plain[:30])
+    assert exponential[30:] == pytest.approx([0.01 * 0.99**30 * 0.97**k for k in range(10)])
+    assert [p.lr for p in lrs(IMA(decay="none"))] == pytest.approx(plain)
+    assert [p.lr for p in lrs(IMA(decay="constant"))][30:] == [5e-5] * 10
+    half = [p.lr for p in lrs(IMA(decay="step", start=0.0))]
+    assert half == pytest.approx([0.01] * 20 + [0.005] * 20)
+    cycle = [p.lr for p in lrs(IMA(decay="cyclic", start=0.0, low=0.002))]
+    assert cycle[0] == pytest.approx(0.01) and cycle[10] == pytest.approx(0.002)
+    assert cycle[5] == pytest.approx(0.006) == pytest.approx(cycle[15]) and max(cycle) == cycle[20]
+    epochs = lrs(IMA(decay="epochs", start=0.0), rounds=120)
+    assert [epochs[t].epochs for t in (0, 19, 20, 60, 119)] == [5, 5, 4, 2, 1]
+    assert epochs[50].lr == pytest.approx(0.01 * 0.99**50)
+
+
+def test_paper_example_of_the_learning_rate():
+    """R = 400, t_s = 300: 4.9e-4 at the start of averaging and about 2.4e-5 at the end."""
+    found = [p.lr for p in lrs(IMA(), rounds=400)]
+    assert found[300] == pytest.approx(4.9e-4, rel=0.01) and found[-1] == pytest.approx(
+        2.4e-5, rel=0.03
+    )
+
+
+def test_ima_without_feedback_is_wima():
+    ima = trajectory(IMA(window=3, start=0.0, decay="none", feedback=False), rounds=6)
+    wima = trajectory(WIMA(window=3), rounds=6)
+    for a, b in zip(ima, wima, strict=True):
+        assert torch.equal(a.send, b.send) and torch.equal(a.score, b.score)
+
+
+# --- SWA
+
+
+def test_swa_averages_the_ends_of_cycles_and_trains_on():
+    models = walk(20)
+    taken = []
+    for t, served in enumerate(feed(SWA(start=0.5, cycle=3), models)):
+        if t >= 10 and (t - 10 + 1) % 3 == 0:
+            taken.append(models[t])
+        np.testing.assert_array_equal(served.send, models[t])
+        np.testing.assert_allclose(
+            served.score, np.mean(taken, 0) if taken else models[t], rtol=1e-12
+        )
+    assert len(taken) == 3
+
+
+def test_swa_cycles_begin_at_its_start():
+    found = [p.lr for p in lrs(SWA(start=0.5, cycle=4, ratio=0.1))]
+    plain = [0.01 * 0.99**t for t in range(40)]
+    assert found[:20] == pytest.approx(plain[:20])
+    factors = [(1 - s) + 0.1 * s for s in (0.25, 0.5, 0.75, 1.0)]
+    assert found[20:28] == pytest.approx(
+        [p * f for p, f in zip(plain[20:28], factors * 2, strict=True)]
+    )
+    assert [p.lr for p in lrs(SWA(cycle=1))] == pytest.approx(plain)
+
+
+def test_swa_of_every_round_is_wima_without_an_end():
+    swa = trajectory(SWA(start=0.0, cycle=1), rounds=6)
+    wima = trajectory(WIMA(window=1000), rounds=6)
+    for a, b in zip(swa, wima, strict=True):
+        assert torch.equal(a.send, b.send)
+        torch.testing.assert_close(a.score, b.score, rtol=1e-12, atol=1e-14)
+
+
+def test_swa_with_equal_learning_rates_trains_like_its_base():
+    for a, b in zip(trajectory(SWA(ratio=1.0, start=0.0)), trajectory(FedAvg()), strict=True):
+        assert torch.equal(a.send, b.send)
+
+
+# --- all
+
+
+@pytest.mark.parametrize(
+    "source", ["ima(wima(scaffold))", "wima(ima(fedprox(mu=0.1)), window=3)", "swa(ima)"]
+)
+def test_averagers_nest(source):
+    method = parse(source, "method")
+    assert str(method) == source
+    last = trajectory(method)[-1]
+    assert torch.isfinite(last.send).all() and torch.isfinite(last.score).all()
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("ima(window=0)", "window"),
+        ("ima(start=75)", "start"),
+        ("ima(rate=1)", "rate"),
+        ("ima(low=-1)", "low"),
+        ("wima(window=0)", "window"),
+        ("swa(cycle=0)", "cycle"),
+        ("swa(start=-1)", "start"),
+        ("swa(ratio=-1)", "ratio"),
+        ("wima(part='tail')", "part"),
+        ("wima(inner=prox)", "inner"),
+    ],
+)
+def test_bad_settings_are_named(source, word):
+    with pytest.raises(ValueError, match=word):
+        parse(source, "method")
+
+
+def test_epoch_decay_of_a_plan_in_steps_is_refused():
+    with pytest.raises(ValueError, match="epochs"):
+        IMA(decay="epochs", start=0.0).plan(lambda t: Plan(0.1, None, 3), context(5))
+
+
+def test_a_network_without_head_cannot_average_its_head():
+    headless = replace(context(), layout=Layout(("a",), ((5,),)))
+    method = WIMA(window=2, part="head")
+    state = method.init(torch.zeros(5), headless)
+    with pytest.raises(ValueError, match="head"):
+        method.aggregate(state, torch.zeros(5), replies_of(torch.ones(1, 5)), headless)
