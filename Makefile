@@ -1,0 +1,49 @@
+# Needs only Python 3.11+ and make. Everything lives in .venv, installed through constraints.txt.
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PINS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@echo "  Another Python: make demo PYTHON=python3.12. More of pytest: make test ARGS='-k resume'."
+
+demo: $(VENV)/.core ## install, then watch methods compete on the digits (under 3 minutes)
+	$(BIN)/fedbasin demo
+
+test: $(VENV)/.dev ## install the dev extra and run every test and doctest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 300 $(ARGS)
+
+lint: $(VENV)/.dev ## check format, style, types and who imports whom
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev ## rewrite the code in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("fedbasin needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 demo" if sys.version_info < (3, 11) else 0)'
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.core: $(PINS) | $(BIN)/python
+	@echo "Installing fedbasin and its dependencies into $(VENV): PyTorch is large, the first time takes minutes"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(PINS) | $(BIN)/python
+	@echo "Installing fedbasin, its dependencies and the development tools into $(VENV): PyTorch is large, the first time takes minutes"
+	@$(PIP) --editable '.[dev]'
+	@touch $(VENV)/.core $@

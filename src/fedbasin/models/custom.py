@@ -1,0 +1,71 @@
+"""A user's own network, named by the import path of a function that makes it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from fedbasin.core.catalogue import entry
+from fedbasin.models.dropout import number_sites
+from fedbasin.models.parts import Shape
+
+
+def _load(path: str) -> Callable[..., Any]:
+    """Import what a path "package.module:factory" names."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"path must look like 'package.module:factory', got {path!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # found, but something it imports is missing
+        raise ValueError(
+            f"path={path!r}: there is no module {module_name!r}; "
+            "install it, or add its folder to PYTHONPATH"
+        ) from None
+    if not hasattr(module, attribute):
+        raise ValueError(f"path={path!r}: the module {module_name} has no {attribute!r}")
+    factory = getattr(module, attribute)
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise ValueError(
+            f"path={path!r} is a {type(factory).__name__}; "
+            "it must be a function (shape, classes) -> torch.nn.Module"
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+@entry("model")
+def custom(shape: Shape, classes: int, *, path: str) -> nn.Module:
+    """A network of your own: ``path="package.module:factory"`` names a function that makes it.
+
+    The function is called as ``factory(shape, classes)``, shape without the batch axis. The module
+    must be free of in-place updates and of global randomness (use `fedbasin.models.Dropout`);
+    `head` and `features`, as a `Network` has, are needed only by methods that work on features.
+
+    Args:
+        path: import path of the function, or of a class whose constructor takes the same.
+    """
+    factory = _load(path)
+    try:
+        inspect.signature(factory).bind(shape, classes)
+    except TypeError as error:
+        raise ValueError(f"path={path!r} cannot be called with (shape, classes): {error}") from None
+    network = factory(shape, classes)
+    if not isinstance(network, nn.Module):
+        raise ValueError(
+            f"path={path!r} returned a {type(network).__name__}, not a torch.nn.Module"
+        )
+    for name, layer in network.named_modules():
+        if isinstance(layer, _DropoutNd):
+            raise ValueError(
+                f"path={path!r}: layer {name!r} is a torch.nn.{type(layer).__name__}, which draws "
+                "from a global generator; use fedbasin.models.Dropout instead"
+            )
+    number_sites(network)
+    return network
