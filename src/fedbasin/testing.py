@@ -29,6 +29,7 @@ from fedbasin.core.tree import flatten, rebuild
 from fedbasin.local import SGD, Trainer
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.loop import Sent
 from fedbasin.sim.rounds import Server
 
@@ -106,6 +107,7 @@ def toy_federation(
             6,
             rounds,
             key,
+            batch=4,
             proxy=examiner(slice(41, 56)),
             class_counts=population.class_counts(3),
         ),
@@ -137,9 +139,12 @@ class _ToyNetwork(nn.Module):
 
 def trajectory(method: Method, **settings: Any) -> list[Server]:
     """Return the server after each round of the toy federation."""
-    federation = toy_federation(method, **settings)
+    return _servers(toy_federation(method, **settings))
+
+
+def _servers(federation: Federation) -> list[Server]:
     server, states = federation.begin()
-    return [server for server, _ in federation.rounds_from(server, states)]
+    return [after for after, _ in federation.rounds_from(server, states)]
 
 
 def _one_round(
@@ -150,7 +155,7 @@ def _one_round(
     server, states = federation.begin()
     server, _ = next(iter(federation.rounds_from(server, states)))
     plan = federation.method.plan(federation.schedule, federation.context.at(1, 0.0))
-    context = federation.context.at(1, plan.lr)
+    context = federation.context.at(1, plan.lr, plan)
     shared = method.broadcast(server.state, server.send, context)
     sent = Sent(server.send, server.buffers, shared, 1)
     cohort = np.sort(federation.key.fold("law", seed).numpy().permutation(6)[:4])
@@ -275,6 +280,17 @@ def law_bad_replies_are_refused(method: Method) -> None:
     raise AssertionError("replies of the wrong length were accepted")
 
 
+def law_cohort_equals_loop(method: Method) -> None:
+    """Training the cohort as one matrix gives what training client by client gives."""
+    loop = toy_federation(method, sgd=SGD(0.5, 0.01, 2.0))
+    one = loop.executor
+    assert isinstance(one, LoopExecutor)
+    whole = CohortExecutor(one.trainer, one.population, one.key, compiled=False)
+    for a, b in zip(_servers(loop), _servers(replace(loop, executor=whole)), strict=True):
+        _close(a.send, b.send, f"round {a.round}: the cohort executor sends another model")
+        _close(a.score, b.score, f"round {a.round}: the cohort executor scores another model")
+
+
 def law_text_reads_back(method: Method) -> None:
     """The method's text parses to an equal method."""
     if parse(text(method), "method") != method:
@@ -291,6 +307,7 @@ LAWS: tuple[Law, ...] = (
     law_dtype_is_kept,
     law_resume_equals_uninterrupted,
     law_bad_replies_are_refused,
+    law_cohort_equals_loop,
     law_text_reads_back,
 )
 

@@ -66,6 +66,7 @@ class Net:
         self.layout = Layout.of(trainable, _head_names(module, [n for n, _ in trainable]))
         self.buffer_layout = Layout.of(statistics)
         self.device, self.dtype = torch.device(device), dtype
+        self.compiles = bool(getattr(module, "compiles", True))  # a module may say it does not pay
         self._counters = [
             (n, b) for n, b in module.named_buffers() if not b.is_floating_point() and b.dim() == 0
         ]
@@ -100,11 +101,12 @@ class Net:
         statistics = self._initial_buffers if buffers is None else buffers
         if training and self.buffer_layout.size:
             statistics = statistics.clone()  # BatchNorm writes into these views
-        named = self.layout.views(vector) | self.buffer_layout.views(statistics)
+        named = {**self.layout.views(vector), **self.buffer_layout.views(statistics)}
         if training:
-            named |= {name: counter.clone() for name, counter in self._counters}
-            if key is not None:
-                named |= dict.fromkeys(self._keys, key)
+            for name, counter in self._counters:
+                named[name] = counter.clone()
+            for name in self._keys if key is not None else ():
+                named[name] = key
         module = self._training if training else self._scoring
         logits, features = functional_call(
             module, {f"module.{name}": tensor for name, tensor in named.items()}, (inputs,)

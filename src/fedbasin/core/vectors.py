@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -31,6 +30,9 @@ class Layout:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     head: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # elements of each part
+    size: int = field(init=False, repr=False, compare=False)  # of the whole vector, P
+    slices: Mapping[str, slice] = field(init=False, repr=False, compare=False)  # where parts lie
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], head: tuple[str, ...] = ()) -> Layout:
@@ -38,23 +40,16 @@ class Layout:
         parts = [(name, tuple(tensor.shape)) for name, tensor in tensors]
         return cls(tuple(n for n, _ in parts), tuple(s for _, s in parts), head)
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each part."""
-        return tuple(math.prod(shape) for shape in self.shapes)
-
-    @cached_property
-    def size(self) -> int:
-        """Number of elements of the whole vector, P."""
-        return sum(self.sizes)
-
-    @cached_property
-    def slices(self) -> Mapping[str, slice]:
-        """Where each part lies."""
+    def __post_init__(self) -> None:
+        # Formed at once: a lazy property takes a lock, which a compiled step cannot trace.
+        sizes = tuple(math.prod(shape) for shape in self.shapes)
         ends = [0]
-        for size in self.sizes:
+        for size in sizes:
             ends.append(ends[-1] + size)
-        return {n: slice(a, b) for n, a, b in zip(self.names, ends[:-1], ends[1:], strict=True)}
+        places = zip(self.names, ends[:-1], ends[1:], strict=True)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "size", ends[-1])
+        object.__setattr__(self, "slices", {name: slice(a, b) for name, a, b in places})
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """Return the parts of a vector [P] as views: no copy is made."""

@@ -89,7 +89,10 @@ class SimConfig:
     Args:
         participation: who takes part, such as ``"fraction(rate=0.1)"``.
         dropout: chance that a drawn client does not answer.
-        executor: how a cohort is trained.
+        executor: how a cohort is trained: ``"loop"`` (one client after another), ``"cohort"`` (all
+            as one matrix), or ``"auto"`` (the faster of the two for the device and the model).
+        compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA.
+        chunk: most clients that advance together; 0 is the whole cohort.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
         precision: floating type of models and training.
         buffers: what happens to BatchNorm statistics on the server.
@@ -100,7 +103,9 @@ class SimConfig:
 
     participation: str = "fraction(rate=0.1)"
     dropout: float = 0.0
-    executor: Literal["loop"] = "loop"
+    executor: Literal["auto", "loop", "cohort"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    chunk: int = 0
     device: str = "auto"
     precision: Literal["fp32", "fp64"] = "fp32"
     buffers: Literal["mean", "keep", "recalibrate"] = "mean"
@@ -206,7 +211,8 @@ def _check_ranges(experiment: Experiment) -> None:
             ("local.batch", experiment.local.batch, 1),
             ("local.weight_decay", experiment.local.weight_decay, 0),
             ("local.clip", experiment.local.clip, 0),
-            ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
+            ("sim.chunk", experiment.sim.chunk, 0),
+        ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
             ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
             ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
         ],

@@ -96,7 +96,7 @@ class Federation:
         began = time.perf_counter()
         now, method = server.round, self.method
         plan = method.plan(self.schedule, self.context.at(now, 0.0))
-        context = self.context.at(now, plan.lr)
+        context = self.context.at(now, plan.lr, plan)
         drawn = draw_cohort(self.participation, self.eligible, self.key.fold("cohort", now))
         cohort = drop_out(drawn, self.dropout, self.key.fold("dropout", now))
         shared = method.broadcast(server.state, server.send, context)
@@ -126,20 +126,20 @@ class Federation:
             replies.check(server.send)
         except ReplyError as error:
             raise Diverged(f"round {server.round + 1}: {error}") from error
+        buffers = self._statistics(server, gathered.buffers, replies)
+        if isinstance(context.proxy, Examiner):
+            context = replace(context, proxy=replace(context.proxy, buffers=buffers))
         served, state = self.method.aggregate(server.state, server.send, replies, context)
-        buffers = self._statistics(server, gathered.buffers, replies, served.score)
+        if self.buffers == "recalibrate" and self.test.net.has_statistics:
+            assert self.recalibrate is not None
+            buffers = self.recalibrate(served.score, buffers)
         return Server(server.round + 1, served.send, served.score, buffers, state), served
 
-    def _statistics(
-        self, server: Server, sent_back: Tensor, replies: Replies, score: Tensor
-    ) -> Tensor:
+    def _statistics(self, server: Server, sent_back: Tensor, replies: Replies) -> Tensor:
+        """Return the statistics that go with the merged model, before any recalibration."""
         if self.buffers == "keep" or not self.test.net.has_statistics:
             return server.buffers
-        mean = weighted_mean(sent_back, shares(replies.weights))
-        if self.buffers == "recalibrate":
-            assert self.recalibrate is not None
-            return self.recalibrate(score, mean)
-        return mean
+        return weighted_mean(sent_back, shares(replies.weights))
 
     def _merged(
         self,

@@ -72,6 +72,8 @@ def run(
                 last = record.round == federation.rounds
                 if last or stopping() or record.round % checkpoint_every == 0:
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
+                    if federation.context.archive is not None:
+                        federation.context.archive.sweep()
                 if stopping() and not last:
                     status, reason = "stopped", f"stopped by the user after round {record.round}"
                     break

@@ -1,0 +1,397 @@
+"""The cohort executor: all clients of a round advance together as one matrix [C, P].
+
+The step that `local.step` writes for one client runs under `vmap`, compiled once for each
+number of active clients. Clients are ordered by how many steps they have left; as they
+finish, the active set shrinks through a short ladder of sizes, so little work is wasted and
+few shapes are compiled. Batches, gathers, augmentation and the step counter live on the
+device: a step costs the host one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbasin.core.method import Plan, Replies
+from fedbasin.core.rng import Key, fold_in, keys_tensor
+from fedbasin.core.rule import Batch, Finish, Start
+from fedbasin.core.tree import rebuild, row, stack, tensors
+from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps, steps_per_epoch
+from fedbasin.local.draws import cohort_rows
+from fedbasin.local.step import Aux, Loss, Point, step
+from fedbasin.local.train import Trainer
+from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.loop import Gathered, Sent, client_key
+from fedbasin.sim.population import Population
+
+LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 26, 32, 40, 50, 64, 80, 100, 128)
+
+
+# A run compiles one shape for each rung it meets; torch stops at 8 by default.
+torch._dynamo.config.recompile_limit = 256
+torch._dynamo.config.accumulated_recompile_limit = 4096
+
+
+class Unsupported(RuntimeError):
+    """A network or rule that cannot run as a cohort, with the reason."""
+
+
+def by_transform(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
+    """Differentiate with `torch.func`, which `vmap` understands."""
+    gradient, (_, aux) = torch.func.grad_and_value(loss, has_aux=True)(vector)
+    return gradient, aux
+
+
+def rung(active: int) -> int:
+    """Return the smallest size of the ladder that holds so many clients."""
+    return next((size for size in LADDER if size >= active), -(-active // 32) * 32)
+
+
+class Course(NamedTuple):
+    """What a chunk of clients trains on; rows are clients."""
+
+    rows: Tensor  # int64 [A, K, B] rows of the population
+    real: Tensor  # bool [A, K, B] whether a row is a sample or padding
+    keys: Tensor  # int64 [A, 2]
+    limit: Tensor  # int64 [A] steps of each client
+    late: Tensor  # int64 [A] the step at which its last epoch begins
+    lr: Tensor  # 0-d
+
+
+class Progress(NamedTuple):
+    """Where a chunk stands."""
+
+    point: Point  # leaves [A, ...]
+    sums: Tensor  # [A, 4] loss and samples of the whole round, then of the last epoch
+    number: Tensor  # 0-d int64, the next step
+
+
+@dataclass
+class Counters:
+    """What the executor has done so far."""
+
+    compiled: set[int] = field(default_factory=set)  # sizes of active set that were compiled
+    useful: int = 0  # client-steps that trained
+    total: int = 0  # client-steps that were computed
+
+    @property
+    def share_useful(self) -> float:
+        """Share of the computed client-steps that trained a client."""
+        return self.useful / max(self.total, 1)
+
+
+@dataclass(frozen=True)
+class CohortExecutor:
+    """Train a cohort as one matrix.
+
+    Args:
+        trainer: how a client trains.
+        population: the clients' data.
+        key: the run's randomness.
+        compiled: whether the step is compiled; without, it runs eagerly under `vmap`.
+        chunk: most clients that advance together; 0 takes the whole cohort.
+        backend: what compiles.
+    """
+
+    trainer: Trainer
+    population: Population
+    key: Key
+    compiled: bool = True
+    chunk: int = 0
+    backend: str = "inductor"
+    counters: Counters = field(default_factory=Counters)
+    _lanes: dict[tuple[int, int], _Lane] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.trainer.net.has_statistics:
+            raise Unsupported("BatchNorm statistics cannot be kept apart under vmap")
+
+    def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
+        """Train the clients of a cohort from what the server sent."""
+        sizes = self.population.sizes[cohort]
+        steps = np.array([count_steps(plan, int(n), self.trainer.batch) for n in sizes])
+        order = np.argsort(-steps, kind="stable")
+        width = self.chunk or len(cohort)
+        parts = [
+            self._chunk(cohort[part], steps[part], sent, plan, states)
+            for part in np.split(order, range(width, len(order), width))
+        ]
+        back = torch.from_numpy(np.argsort(order)).to(sent.vector.device)
+        return _joined(parts, back)
+
+    def _chunk(
+        self,
+        clients: np.ndarray,
+        steps: np.ndarray,
+        sent: Sent,
+        plan: Plan,
+        states: ClientStates,
+    ) -> _Part:
+        """Train clients that are sorted by falling number of steps."""
+        trainer, device = self.trainer, sent.vector.device
+        course, sizes = self._course(clients, steps, sent, plan)
+        own = stack([states.get(int(client)) for client in clients])
+        starts = self._starts(clients, sizes, course, sent, plan, own)
+        begin = [
+            torch.func.vmap(lambda s, r=rule: r.begin(s, trainer.net), in_dims=(dims,))(start)
+            for rule, (start, dims) in zip(trainer.rules, starts, strict=True)
+        ]
+        count, size = len(clients), sent.vector.numel()
+        point = Point(
+            sent.vector.expand(count, size),
+            sent.vector.new_zeros(count, size if trainer.sgd.momentum else 0),
+            sent.buffers.expand(count, -1),
+            tuple(begin),
+        )
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        sums = sent.vector.new_zeros(count, 4)
+        progress = _cloned(Progress(point, sums, zero))  # rows of their own, not one row repeated
+        progress = self._advance(progress, course, steps)
+        lr_sum = course.limit.to(sent.vector.dtype) * plan.lr
+        ended = Finish(progress.point.vector, course.limit.to(sent.vector.dtype), lr_sum)
+        ends = [
+            torch.func.vmap(rule.end, in_dims=(0, dims, 0))(carry, start, ended)
+            for rule, carry, (start, dims) in zip(
+                trainer.rules, progress.point.carries, starts, strict=True
+            )
+        ]
+        replies = Replies(
+            models=progress.point.vector,
+            weights=sizes.to(torch.float64),
+            clients=torch.from_numpy(clients.astype(np.int64)).to(device),
+            steps=course.limit.to(torch.float64),
+            lr_sum=course.limit.to(torch.float64) * plan.lr,
+            lengths=torch.tensor(
+                [trainer.sgd.length(int(k)) for k in steps], dtype=torch.float64, device=device
+            ),
+            last_loss=progress.sums[:, 2] / progress.sums[:, 3].clamp(min=1),
+            reports=tuple(report for _, report in ends),
+        )
+        losses = progress.sums[:, 0] / progress.sums[:, 1].clamp(min=1)
+        return _Part(replies, progress.point.buffers, tuple(own for own, _ in ends), losses)
+
+    def _course(
+        self, clients: np.ndarray, steps: np.ndarray, sent: Sent, plan: Plan
+    ) -> tuple[Course, Tensor]:
+        device, batch = sent.vector.device, self.trainer.batch
+        sizes = torch.from_numpy(self.population.sizes[clients])
+        limit = torch.from_numpy(steps.astype(np.int64))
+        passes = torch.tensor([steps_per_epoch(int(n), batch) for n in sizes])
+        keys = keys_tensor([client_key(self.key, sent.round, int(c)) for c in clients], device)
+        first = torch.from_numpy(self.population.offsets[clients]).to(device)
+        sizes, limit, late = (t.to(device) for t in (sizes, limit, limit - passes))
+        # One shape for all rounds: as many steps as the largest client of the population takes.
+        most = max(int(self.population.sizes.max()), 1)
+        longest = max(count_steps(plan, most, batch), 1)
+        rows, real = cohort_rows(keys, sizes, limit, batch, longest, most)
+        lr = torch.tensor(plan.lr, dtype=sent.vector.dtype, device=device)
+        return Course(rows + first[:, None, None], real, keys, limit, late, lr), sizes
+
+    def _starts(
+        self,
+        clients: np.ndarray,
+        sizes: Tensor,
+        course: Course,
+        sent: Sent,
+        plan: Plan,
+        own: tuple[Any, ...],
+    ) -> list[tuple[Start, Start]]:
+        """Return what each rule begins with, and along which axes it is mapped over clients."""
+        dtype, trainer = sent.vector.dtype, self.trainer
+        shards = [self.population.shard(int(client)) for client in clients]
+        counts = torch.stack(
+            [torch.bincount(shard.labels, minlength=trainer.classes) for shard in shards]
+        )
+        gradient = None
+        if any(rule.wants_gradient for rule in trainer.rules):
+            gradient = torch.stack(
+                [trainer.full_gradient(shard, sent.vector, sent.buffers) for shard in shards]
+            )
+        now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
+        found = []
+        for shared, mine in zip(sent.shared, own, strict=True):
+            start = Start(
+                vector=sent.vector,
+                shared=shared,
+                own=mine,
+                round=now,
+                lr=course.lr,
+                steps=course.limit.to(dtype),
+                examples=sizes.to(dtype),
+                class_counts=counts.to(dtype),
+                gradient=gradient,
+            )
+            axis = 0 if gradient is not None else None
+            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, axis)))  # type: ignore[arg-type]
+        return found
+
+    def _advance(self, progress: Progress, course: Course, steps: np.ndarray) -> Progress:
+        """Take all steps, on ever fewer clients."""
+        done, last = 0, int(steps.max())
+        while done < last:
+            active = int((steps > done).sum())
+            width = min(rung(active), len(steps))
+            below = [size for size in LADDER if size < width]
+            # Stay at this width until the active clients fit the next rung below.
+            fits = int(steps[below[-1]]) if below else last
+            until = min(max(fits, done + 1), last)
+            progress = self._segment(progress, course, width, until - done)
+            self.counters.useful += int(np.clip(steps[:width] - done, 0, until - done).sum())
+            self.counters.total += width * (until - done)
+            done = until
+        return progress
+
+    def _segment(self, progress: Progress, course: Course, width: int, count: int) -> Progress:
+        """Take `count` steps on the first `width` clients."""
+        shape = (width, course.rows.shape[1])
+        if shape not in self._lanes:
+            self._lanes[shape] = _Lane(
+                self._one_step, self.population, self.backend if self.compiled else None
+            )
+            self.counters.compiled.update([width] if self.compiled else [])
+        part = self._lanes[shape].run(_first(progress, width), _first(course, width), count)
+        return part if width == len(progress.sums) else _overlaid(part, progress, width)
+
+    def _one_step(
+        self, progress: Progress, course: Course, inputs: Tensor, labels: Tensor
+    ) -> Progress:
+        """Advance every client that has a step left by one step."""
+        trainer, number = self.trainer, progress.number
+        rows = course.rows.index_select(1, number[None])[:, 0]  # [A, B]
+        weight = course.real.index_select(1, number[None])[:, 0].to(trainer.net.dtype)
+        augment = fold_in(fold_in(course.keys, AUGMENT), number)
+        dropout = fold_in(fold_in(course.keys, DROPOUT), number)
+        raw, label = inputs[rows], labels[rows]
+
+        def one(point: Point, raw: Tensor, label: Tensor, weight: Tensor, a: Tensor, d: Tensor) -> Any:
+            batch = Batch(trainer.transform(raw, a), label, weight)
+            return step(
+                point,
+                batch,
+                course.lr,
+                d,
+                net=trainer.net,
+                rules=trainer.rules,
+                sgd=trainer.sgd,
+                differentiate=by_transform,
+            )
+
+        after, loss = torch.func.vmap(one)(progress.point, raw, label, weight, augment, dropout)
+        active = number < course.limit
+        point = _where(active, after, progress.point)
+        samples = weight.sum(1)
+        both = torch.stack([loss * samples, samples], 1) * active[:, None]
+        late = (number >= course.late)[:, None]
+        sums = progress.sums + torch.cat([both, both * late], 1)
+        return Progress(point, sums, number + 1)
+
+
+class _Lane:
+    """The step for one number of active clients: eager, compiled, or captured as a CUDA graph."""
+
+    def __init__(
+        self, one_step: Callable[..., Progress], population: Population, backend: str | None
+    ) -> None:
+        self._data = (population.inputs, population.labels)
+        self._step = one_step
+        if backend is not None:
+            self._step = torch.compile(
+                one_step, dynamic=False, fullgraph=True, backend=backend
+            )
+        self._captures = backend is not None and population.inputs.is_cuda
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._progress: Progress
+        self._course: Course
+
+    def run(self, progress: Progress, course: Course, count: int) -> Progress:
+        """Take `count` steps; nothing given is changed."""
+        if not self._captures:
+            for _ in range(count):
+                progress = self._step(progress, course, *self._data)
+            return progress
+        if self._graph is None:
+            self._capture(progress, course)
+        assert self._graph is not None
+        _copy(self._course, course)
+        _copy(self._progress, progress)
+        for _ in range(count):
+            self._graph.replay()
+        return _cloned(self._progress)
+
+    def _capture(self, progress: Progress, course: Course) -> None:
+        """Record one step that reads and writes buffers of its own."""
+        self._progress, self._course = _cloned(progress), _cloned(course)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles, and lets libraries choose their kernels
+            for _ in range(2):
+                self._step(self._progress, self._course, *self._data)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            after = self._step(self._progress, self._course, *self._data)
+            _copy(self._progress, after)
+
+
+def _copy(into: Any, values: Any) -> None:
+    for old, new in zip(tensors(into), tensors(values), strict=True):
+        old.copy_(new)
+
+
+def _cloned(tree: Any) -> Any:
+    return rebuild(tree, lambda _, leaf: leaf.clone(memory_format=torch.contiguous_format))  # type: ignore[union-attr]
+
+
+class _Part(NamedTuple):
+    """What one chunk gives."""
+
+    replies: Replies
+    buffers: Tensor
+    own: tuple[Any, ...]
+    losses: Tensor
+
+
+def _first(tree: Any, width: int) -> Any:
+    """Return the first rows of every leaf that has one row a client."""
+    return rebuild(tree, lambda _, leaf: leaf[:width] if leaf.dim() else leaf)  # type: ignore[union-attr, index]
+
+
+def _overlaid(part: Progress, whole: Progress, width: int) -> Progress:
+    """Return the whole with its first rows replaced; the step number is the part's."""
+    new = dict(enumerate(tensors(part)))
+    names = iter(range(len(new)))
+
+    def leaf_at(_: str, old: Any) -> Any:
+        leaf = new[next(names)]
+        return torch.cat([leaf, old[width:]]) if old.dim() else leaf
+
+    return rebuild(whole, leaf_at)  # type: ignore[no-any-return]
+
+
+def _where(active: Tensor, new: Point, old: Point) -> Point:
+    """Keep the old rows of clients that have no step left."""
+    fresh = iter(tensors(new))
+
+    def leaf_at(_: str, before: Any) -> Any:
+        after = next(fresh)
+        return torch.where(active.view(-1, *(1,) * (before.dim() - 1)), after, before)
+
+    return rebuild(old, leaf_at)  # type: ignore[no-any-return]
+
+
+def _joined(parts: list[_Part], back: Tensor) -> Gathered:
+    """Put the chunks together in the order of the cohort."""
+    joined: _Part = parts[0]
+    if len(parts) > 1:
+        leaves = [iter(tensors(part)) for part in parts]
+        joined = rebuild(parts[0], lambda *_: torch.cat([next(each) for each in leaves]))
+    joined = rebuild(joined, lambda _, leaf: leaf[back])  # type: ignore[index]
+    weights = joined.replies.weights
+    own = [row(joined.own, i) for i in range(len(back))]
+    loss = (joined.losses * weights).sum() / weights.sum()
+    return Gathered(joined.replies, joined.buffers, own, loss)

@@ -1,0 +1,188 @@
+"""The cohort executor equals the loop: every model and setting, whatever the chunking."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import fedbasin.experiment  # noqa: F401  (fills the catalogue)
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Plan
+from fedbasin.core.net import Net
+from fedbasin.core.rng import keys_tensor, root, torch_draws_from
+from fedbasin.data.transform import Transform
+from fedbasin.experiment import ConfigError, Experiment, build
+from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
+from fedbasin.local import SGD, Prox, Trainer, batches
+from fedbasin.local.draws import cohort_rows
+from fedbasin.methods import FedAvg, Scaffold
+from fedbasin.sim import LoopExecutor, Population
+from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.cohort import LADDER, CohortExecutor, Unsupported, rung
+from fedbasin.sim.loop import Sent
+from fedbasin.testing import toy_federation
+
+KEY = root(3)
+SIZES = (13, 1, 8, 5)
+
+
+@pytest.mark.parametrize("plan", [Plan(0.1, 3), Plan(0.1, None, 7), Plan(0.1, 1), Plan(0.1, None, 1)])
+def test_the_cohorts_rows_are_the_loops_batches(plan):
+    sizes = [11, 1, 4, 30, 5]
+    keys = [root(0).fold(i) for i in range(5)]
+    from fedbasin.local.batches import count_steps
+
+    steps = [count_steps(plan, n, 4) for n in sizes]
+    rows, real = cohort_rows(
+        keys_tensor(keys), torch.tensor(sizes), torch.tensor(steps), 4, max(steps) + 2, 33
+    )
+    for c, (key, n) in enumerate(zip(keys, sizes, strict=True)):
+        expected = batches(key.tensor(), plan, n, 4)
+        assert not real[c, len(expected) :].any()
+        for k, batch in enumerate(expected):
+            assert rows[c, k][real[c, k]].tolist() == batch.tolist()
+            assert real[c, k].tolist() == [j < len(batch) for j in range(4)]
+
+
+def executors(model, shape, *, rules=(), sgd=None, augment=False, dtype=torch.float64, **settings):
+    """A loop and a cohort executor over ragged clients with images or tokens of a shape."""
+    rng = KEY.fold("data").numpy()
+    inputs = rng.integers(0, 256, (sum(SIZES), *shape), dtype=np.uint8)
+    labels = rng.integers(0, 3, sum(SIZES))
+    ends = np.cumsum(SIZES)
+    people = Population.of(inputs, labels, [np.arange(e - n, e) for n, e in zip(SIZES, ends, strict=True)])
+    with torch_draws_from(KEY):
+        net = Net(parse(model, "model")(shape, 3), dtype=dtype)
+    whiten = Transform((0.5,) * shape[0], (0.25,) * shape[0], augment=augment, kind="image")
+    trainer = Trainer(net, rules, sgd or SGD(), 4, lambda raw, key=None: whiten(raw, key, dtype), 3)
+    return LoopExecutor(trainer, people, KEY), CohortExecutor(trainer, people, KEY, compiled=False, **settings)
+
+
+def trained(executor, plan, rules=(), cohort=(0, 1, 2, 3), rounds=2):
+    vector, buffers = executor.trainer.net.initial()
+    states = ClientStates(rules, vector)
+    for t in range(rounds):
+        shared = tuple(() for _ in rules)
+        gathered = executor.train(np.array(cohort), Sent(vector, buffers, shared, t), plan, states)
+        states.put(cohort, gathered.own)
+        vector = gathered.replies.models.mean(0)
+    return gathered
+
+
+def assert_equal(a, b, tolerance=1e-9):
+    for name in ("models", "weights", "clients", "steps", "lr_sum", "lengths", "last_loss"):
+        left, right = getattr(a.replies, name), getattr(b.replies, name)
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance, check_dtype=False)
+    torch.testing.assert_close(a.train_loss, b.train_loss, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        ("logistic", (1, 6, 6)),
+        ("mlp(widths=(7,))", (1, 6, 6)),
+        ("fmnist_cnn(channels=(3, 3), widths=(8, 6))", (1, 16, 16)),
+        ("resnet8", (3, 8, 8)),
+        ("emnist_cnn", (1, 12, 12)),
+    ],
+)
+@pytest.mark.parametrize("sgd", [SGD(), SGD(0.9, 1e-2, 0.5)], ids=["plain", "full"])
+def test_cohort_equals_loop_for_networks(model, shape, sgd):
+    rules = (Prox(0.3),)
+    loop, cohort = executors(model, shape, rules=rules, sgd=sgd, augment=True)
+    assert_equal(trained(loop, Plan(0.05, 2), rules), trained(cohort, Plan(0.05, 2), rules))
+
+
+def test_cohort_equals_loop_in_float32():
+    loop, cohort = executors("mlp(widths=(7,))", (1, 6, 6), dtype=torch.float32)
+    assert_equal(trained(loop, Plan(0.05, None, 5)), trained(cohort, Plan(0.05, None, 5)), 1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_the_result_does_not_depend_on_the_chunking_or_the_order(chunk):
+    _, whole = executors("mlp(widths=(7,))", (1, 6, 6), sgd=SGD(0.9))
+    _, parts = executors("mlp(widths=(7,))", (1, 6, 6), sgd=SGD(0.9), chunk=chunk)
+    assert_equal(trained(whole, Plan(0.1, 2)), trained(parts, Plan(0.1, 2)), 1e-12)
+    turned = trained(whole, Plan(0.1, 2), cohort=(2, 0, 3, 1), rounds=1)
+    straight = trained(whole, Plan(0.1, 2), rounds=1)
+    assert turned.replies.clients.tolist() == [2, 0, 3, 1]
+    torch.testing.assert_close(turned.replies.models[1], straight.replies.models[0])
+
+
+def test_padding_never_trains_anyone():
+    """A client's result is the same whoever trains beside it."""
+    _, cohort = executors("mlp(widths=(7,))", (1, 6, 6))
+    alone = trained(cohort, Plan(0.1, 3), cohort=(1,), rounds=1)
+    among = trained(cohort, Plan(0.1, 3), rounds=1)
+    torch.testing.assert_close(alone.replies.models[0], among.replies.models[1], rtol=1e-12, atol=1e-14)
+
+
+def test_the_active_set_shrinks_and_little_is_wasted():
+    _, cohort = executors("logistic", (1, 6, 6))
+    trained(cohort, Plan(0.1, 5), rounds=1)
+    assert cohort.counters.useful == sum(5 * -(-n // 4) for n in SIZES)
+    assert cohort.counters.share_useful == 1.0  # four clients: every size is on the ladder
+    assert [rung(n) for n in (1, 5, 10, 11, 129)] == [1, 6, 10, 12, 160]
+    assert list(LADDER) == sorted(LADDER)
+
+
+def test_a_run_compiles_a_handful_of_shapes_and_never_again():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    _, cohort = executors("logistic", (1, 6, 6))
+    cohort = replace(cohort, compiled=True, backend="eager")
+    seen = []
+    vector, buffers = cohort.trainer.net.initial()
+    for t in range(6):
+        who = np.array([[0, 1, 2], [1, 2, 3], [0, 2, 3]][t % 3])
+        counters.clear()
+        cohort.train(who, Sent(vector, buffers, (), t), Plan(0.1 / (t + 1), 2), ClientStates((), vector))
+        seen.append(counters["stats"]["unique_graphs"])
+    assert sum(seen[:3]) <= 3 and sum(seen[3:]) == 0
+    assert cohort.counters.compiled <= {1, 2, 3}
+
+
+def test_whole_runs_agree_and_auto_picks_by_device_and_model(tmp_path):
+    base = Experiment(
+        method="scaffold",
+        model="mlp(widths=(16,))",
+        rounds=3,
+        partition=PartitionConfig(how="dirichlet(alpha=0.3, minimum=1)", clients=8),
+        local=LocalConfig(lr=0.1, epochs=2, batch=16, momentum=0.5),
+        sim=SimConfig(participation="fraction(rate=0.5)", precision="fp64", device="cpu"),
+    )
+    ends = {}
+    for name in ("loop", "cohort", "auto"):
+        federation = build(replace(base, sim=replace(base.sim, executor=name, chunk=3)))
+        server, states = federation.begin()
+        *_, (last, _) = federation.rounds_from(server, states)
+        ends[name] = (type(federation.executor), last.send)
+    assert ends["auto"][0] is CohortExecutor and ends["loop"][0] is LoopExecutor
+    torch.testing.assert_close(ends["loop"][1], ends["cohort"][1], rtol=1e-9, atol=1e-11)
+    large = build(replace(base, model="lenet"))
+    assert type(large.executor) is LoopExecutor
+
+
+def test_batchnorm_falls_back_to_the_loop_or_says_why():
+    base = Experiment(model="resnet8(norm='batch')", partition=PartitionConfig(how="iid", clients=4))
+    assert type(build(base).executor) is LoopExecutor
+    with pytest.raises(ConfigError, match="BatchNorm"):
+        build(replace(base, sim=SimConfig(executor="cohort")))
+    federation = build(base)
+    with pytest.raises(Unsupported):
+        CohortExecutor(federation.executor.trainer, federation.executor.population, KEY)
+
+
+def test_client_states_are_kept_apart():
+    loop = toy_federation(Scaffold(), rounds=3)
+    one = loop.executor
+    whole = replace(loop, executor=CohortExecutor(one.trainer, one.population, one.key, compiled=False))
+    kept = []
+    for federation in (loop, whole):
+        server, states = federation.begin()
+        list(federation.rounds_from(server, states))
+        kept.append(torch.stack([states.get(i)[0].control for i in range(6)]))
+    torch.testing.assert_close(kept[0], kept[1], rtol=1e-10, atol=1e-12)
+    assert FedAvg().rules() == ()
