@@ -1,0 +1,129 @@
+"""``fedbasin partition``: see who would hold what before anything is trained."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fedbasin.core.expressions import parse
+from fedbasin.data import load
+from fedbasin.partition import Pool, longtail
+from fedbasin.partition.measures import classes_held, distance_from_global, effective_classes
+from fedbasin.partition.pool import Ints
+from fedbasin.report.partition_figure import partition_figure
+
+_MOST_LISTED = 20  # more clients than this are summarised
+_MOST_COLUMNS = 12  # more classes than this are not given a column each
+
+
+def partition(
+    data: Annotated[str, typer.Argument(help="Dataset: digits, fashion-mnist, cifar10, ...")],
+    how: Annotated[str, typer.Argument(help='Partition, such as "dirichlet(alpha=0.1)".')],
+    clients: Annotated[int, typer.Option(help="How many clients share the training rows.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seed; the same one gives the same split.")] = 0,
+    imbalance: Annotated[
+        float, typer.Option(help="Smallest over largest class: thin to a long tail first.")
+    ] = 1.0,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of <owner>/<dataset> mirrors.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for partition.csv and partition.png.")] = Path(
+        "partition"
+    ),
+) -> None:
+    """Show how a dataset would be shared out: sizes, class counts and a picture.
+
+    A run with the same data, partition, seed and imbalance (and no proxy set) uses this very split.
+    """
+    from fedbasin.core.rng import root  # brings torch along, which help need not wait for
+
+    choice = parse(how, kind="partition")
+    dataset = load(data, data_dir=data_dir)
+    pool = Pool(dataset.train.labels, len(dataset.classes), dataset.train.groups)
+    rows, title = pool.rows, f"{data}, {choice}, {clients:,} clients, seed {seed}"
+    if imbalance != 1:
+        rng = root(seed).fold("longtail").numpy()
+        pool = pool.only(longtail(pool.labels, pool.classes, imbalance, rng))
+        title += f", imbalance {imbalance:g}"
+    shared = choice(pool, clients, root(seed).fold("partition").numpy())
+    counts = shared.counts(pool.labels, pool.classes)
+    console = Console()
+    if clients <= _MOST_LISTED:
+        console.print(_listing(counts, dataset.classes, title, console.width))
+    else:
+        console.print(_summary(counts, title))
+    console.print(_totals(counts, pool.rows, rows), highlight=False)
+    table = write_counts(counts, dataset.classes, out / "partition.csv")
+    figure = partition_figure(counts, dataset.classes, out / "partition.png", title)
+    console.print(f"wrote {table} and {figure}", markup=False, highlight=False, soft_wrap=True)
+
+
+def write_counts(counts: Ints, class_names: tuple[str, ...], path: Path) -> Path:
+    """Write one line a client: its number, its rows and its rows of every class."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["client", "rows", *class_names])
+        for client, row in enumerate(counts.tolist()):
+            writer.writerow([client, sum(row), *row])
+    return path
+
+
+def _listing(counts: Ints, class_names: tuple[str, ...], title: str, width: int) -> Table:
+    """List every client; where the classes do not fit, only those it holds most of."""
+    room = (width - 20) // len(class_names) - 2
+    if len(class_names) <= _MOST_COLUMNS and room >= len(str(counts.max())):
+        # Names give way so that counts are never cut; the CSV file has them in full.
+        table = _table(title, ["client", "rows", *(name[:room] for name in class_names)])
+        for client, row in enumerate(counts.tolist()):
+            table.add_row(str(client), str(sum(row)), *(str(count or "·") for count in row))
+        return table
+    table = _table(title, ["client", "rows", "classes"])
+    table.add_column("holds most of")
+    for client, row in enumerate(counts):
+        top = [label for label in np.argsort(-row, kind="stable")[:4] if row[label]]
+        most = ", ".join(f"{class_names[label]} {row[label]}" for label in top)
+        table.add_row(str(client), str(row.sum()), str((row > 0).sum()), escape(most))
+    return table
+
+
+def _summary(counts: Ints, title: str) -> Table:
+    """Describe many clients by quantiles; those without rows count only among the sizes."""
+    table = _table(title, ["per client", "min", "10 %", "median", "90 %", "max", "mean"])
+    table.columns[0].justify = "left"
+    held = counts[counts.sum(axis=1) > 0]
+    lines = {
+        "rows": (counts.sum(axis=1), ".0f"),
+        "classes held": (classes_held(held), ".0f"),
+        "effective classes": (effective_classes(held), ".2f"),
+        "distance from global": (distance_from_global(held), ".3f"),
+    }
+    for name, (values, form) in lines.items():
+        marks = np.quantile(values, [0, 0.1, 0.5, 0.9, 1])
+        table.add_row(name, *(f"{mark:{form}}" for mark in marks), f"{values.mean():.2f}")
+    return table
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD)
+    table.padding = (0, 1, 0, 0)
+    for name in columns:
+        table.add_column(escape(name), justify="right", no_wrap=True)
+    return table
+
+
+def _totals(counts: Ints, pooled: int, rows: int) -> str:
+    held, empty = int(counts.sum()), int((counts.sum(axis=1) == 0).sum())
+    parts = [f"{held:,} of {rows:,} rows held"]
+    parts += [f"{rows - pooled:,} thinned out"] if pooled < rows else []
+    parts += [f"{pooled - held:,} dropped by the split"] if held < pooled else []
+    parts += [f"{empty:,} clients without rows"] if empty else []
+    return ", ".join(parts)

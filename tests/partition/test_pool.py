@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import entropy
+
+from fedbasin.partition import Partition, Pool, iid
+from fedbasin.partition.measures import classes_held, distance_from_global, effective_classes
+from fedbasin.partition.pool import cut, even
+
+
+def test_order_offsets_sizes_and_counts_agree_with_the_clients():
+    clients = (np.array([1, 4]), np.array([], dtype=np.int64), np.array([0, 2, 5]))
+    split = Partition(clients, rows=7)
+    assert split.order.tolist() == [1, 4, 0, 2, 5]
+    assert split.offsets.tolist() == [0, 2, 2, 5]
+    assert split.sizes().tolist() == [2, 0, 3]
+    assert split.order.dtype == split.offsets.dtype == np.int64
+    labels = np.array([2, 0, 2, 1, 0, 1, 1])
+    assert split.counts(labels, 4).tolist() == [[2, 0, 0, 0], [0, 0, 0, 0], [0, 1, 2, 0]]
+
+
+def test_partition_without_a_row_is_allowed():
+    split = Partition((np.array([], dtype=np.int64),) * 2, rows=3)
+    assert split.sizes().tolist() == [0, 0]
+    assert split.counts(np.zeros(3, np.int64), 2).tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("clients", "message"),
+    [
+        (([0, 3], [1]), "outside \\[0, 3\\)"),
+        (([-1, 2],), "outside \\[0, 3\\)"),
+        (([0, 1], [1, 2]), "row 1 more than once"),
+        (([0], [2, 1]), "unsorted"),
+    ],
+)
+def test_impossible_partitions_are_refused(clients, message):
+    with pytest.raises(ValueError, match=message):
+        Partition(tuple(np.array(c) for c in clients), rows=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0, 3], 3), r"labels holds 3, outside \[0, 3\).*classes=4"),
+        (([0, -1], 3), r"labels holds -1, outside \[0, 3\)"),
+        (([], 3), "labels is empty"),
+        (([0.5, 1.0], 3), "labels has shape .* float64: give one integer"),
+        (([[0, 1]], 3), "labels has shape"),
+        (([0, 1], 0), "classes is 0"),
+        (([0, 1], 2, [1]), "groups has 1 entries for 2 rows"),
+        (([0, 1], 2, [0.1, 0.2]), "groups has shape"),
+    ],
+)
+def test_impossible_pools_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Pool(*(np.array(a) if isinstance(a, list) else a for a in arguments))
+
+
+def test_labels_of_any_integer_type_become_int64():
+    assert Pool(np.array([0, 1], dtype=np.uint8), 2).labels.dtype == np.int64
+
+
+def test_only_keeps_labels_and_groups_of_the_rows_named():
+    pool = Pool(np.array([0, 2, 1, 2]), 3, np.array([7, 8, 9, 7])).only(np.array([1, 3]))
+    assert pool.labels.tolist() == [2, 2] and pool.groups.tolist() == [8, 7] and pool.classes == 3
+    assert Pool(np.array([0, 1]), 2).only(np.array([1])).groups is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 5), st.integers(0, 99))
+def test_cut_gives_each_client_its_stretch_of_the_list_sorted(sizes, dropped, seed):
+    rows = sum(sizes) + dropped
+    order = np.random.default_rng(seed).permutation(rows)[: sum(sizes)]
+    split = cut(order, np.array(sizes), rows)
+    expected, start = [], 0
+    for size in sizes:
+        expected.append(sorted(order[start : start + size].tolist()))
+        start += size
+    assert [client.tolist() for client in split.clients] == expected
+
+
+@given(st.integers(0, 1000), st.integers(1, 50))
+def test_even_sizes_are_those_of_array_split(total, parts):
+    assert even(total, parts).tolist() == [len(p) for p in np.array_split(np.arange(total), parts)]
+
+
+def test_clients_of_a_large_split_are_views_of_one_array():
+    pool = Pool(np.zeros(1000, np.int64), 1)
+    clients = iid(pool, 100, np.random.default_rng(0)).clients
+    assert clients[0].base is not None and clients[0].base is clients[-1].base
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 999))
+def test_measures_against_scipy_and_a_loop(clients, classes, seed):
+    counts = np.random.default_rng(seed).integers(0, 4, (clients, classes))
+    total = counts.sum(axis=0)
+    for k, row in enumerate(counts):
+        assert classes_held(counts)[k] == sum(1 for x in row if x)
+        if not row.sum():
+            assert np.isnan(effective_classes(counts)[k])
+            assert np.isnan(distance_from_global(counts)[k])
+            continue
+        assert effective_classes(counts)[k] == pytest.approx(np.exp(entropy(row)))
+        gap = sum(abs(row[c] / row.sum() - total[c] / total.sum()) for c in range(classes)) / 2
+        assert distance_from_global(counts)[k] == pytest.approx(gap)
