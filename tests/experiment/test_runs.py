@@ -121,7 +121,7 @@ def test_proxy_rows_are_neither_trained_on_nor_scored():
 
 def test_the_long_tail_is_cut_before_the_partition():
     federation = build(replace(SMALL, data=DataConfig(imbalance=0.1)))
-    counts = federation.context.class_counts.sum(0)
+    counts = federation.executor.population.class_counts(10).sum(0)
     assert counts[9] / counts[0] == pytest.approx(0.1, abs=0.02)
     assert (counts[:-1] >= counts[1:]).all()
 

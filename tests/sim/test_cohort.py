@@ -27,7 +27,9 @@ KEY = root(3)
 SIZES = (13, 1, 8, 5)
 
 
-@pytest.mark.parametrize("plan", [Plan(0.1, 3), Plan(0.1, None, 7), Plan(0.1, 1), Plan(0.1, None, 1)])
+@pytest.mark.parametrize(
+    "plan", [Plan(0.1, 3), Plan(0.1, None, 7), Plan(0.1, 1), Plan(0.1, None, 1)]
+)
 def test_the_cohorts_rows_are_the_loops_batches(plan):
     sizes = [11, 1, 4, 30, 5]
     keys = [root(0).fold(i) for i in range(5)]
@@ -51,12 +53,16 @@ def executors(model, shape, *, rules=(), sgd=None, augment=False, dtype=torch.fl
     inputs = rng.integers(0, 256, (sum(SIZES), *shape), dtype=np.uint8)
     labels = rng.integers(0, 3, sum(SIZES))
     ends = np.cumsum(SIZES)
-    people = Population.of(inputs, labels, [np.arange(e - n, e) for n, e in zip(SIZES, ends, strict=True)])
+    people = Population.of(
+        inputs, labels, [np.arange(e - n, e) for n, e in zip(SIZES, ends, strict=True)]
+    )
     with torch_draws_from(KEY):
         net = Net(parse(model, "model")(shape, 3), dtype=dtype)
     whiten = Transform((0.5,) * shape[0], (0.25,) * shape[0], augment=augment, kind="image")
     trainer = Trainer(net, rules, sgd or SGD(), 4, lambda raw, key=None: whiten(raw, key, dtype), 3)
-    return LoopExecutor(trainer, people, KEY), CohortExecutor(trainer, people, KEY, compiled=False, **settings)
+    return LoopExecutor(trainer, people, KEY), CohortExecutor(
+        trainer, people, KEY, compiled=False, **settings
+    )
 
 
 def trained(executor, plan, rules=(), cohort=(0, 1, 2, 3), rounds=2):
@@ -74,7 +80,9 @@ def assert_equal(a, b, tolerance=1e-9):
     for name in ("models", "weights", "clients", "steps", "lr_sum", "lengths", "last_loss"):
         left, right = getattr(a.replies, name), getattr(b.replies, name)
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance, check_dtype=False)
-    torch.testing.assert_close(a.train_loss, b.train_loss, rtol=tolerance, atol=tolerance, check_dtype=False)
+    torch.testing.assert_close(
+        a.train_loss, b.train_loss, rtol=tolerance, atol=tolerance, check_dtype=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,18 +123,22 @@ def test_padding_never_trains_anyone():
     _, cohort = executors("mlp(widths=(7,))", (1, 6, 6))
     alone = trained(cohort, Plan(0.1, 3), cohort=(1,), rounds=1)
     among = trained(cohort, Plan(0.1, 3), rounds=1)
-    torch.testing.assert_close(alone.replies.models[0], among.replies.models[1], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        alone.replies.models[0], among.replies.models[1], rtol=1e-12, atol=1e-14
+    )
 
 
 def test_the_active_set_shrinks_and_little_is_wasted():
     _, cohort = executors("logistic", (1, 6, 6))
     trained(cohort, Plan(0.1, 5), rounds=1)
     assert cohort.counters.useful == sum(5 * -(-n // 4) for n in SIZES)
+    assert cohort.facts() == {"executor": "cohort", "shapes_compiled": 0, "share_useful_steps": 1.0}
     assert cohort.counters.share_useful == 1.0  # four clients: every size is on the ladder
     assert [rung(n) for n in (1, 5, 10, 11, 129)] == [1, 6, 10, 12, 160]
     assert list(LADDER) == sorted(LADDER)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it traces
 def test_a_run_compiles_a_handful_of_shapes_and_never_again():
     from torch._dynamo.utils import counters
 
@@ -138,7 +150,9 @@ def test_a_run_compiles_a_handful_of_shapes_and_never_again():
     for t in range(6):
         who = np.array([[0, 1, 2], [1, 2, 3], [0, 2, 3]][t % 3])
         counters.clear()
-        cohort.train(who, Sent(vector, buffers, (), t), Plan(0.1 / (t + 1), 2), ClientStates((), vector))
+        cohort.train(
+            who, Sent(vector, buffers, (), t), Plan(0.1 / (t + 1), 2), ClientStates((), vector)
+        )
         seen.append(counters["stats"]["unique_graphs"])
     assert sum(seen[:3]) <= 3 and sum(seen[3:]) == 0
     assert cohort.counters.compiled <= {1, 2, 3}
@@ -166,7 +180,9 @@ def test_whole_runs_agree_and_auto_picks_by_device_and_model(tmp_path):
 
 
 def test_batchnorm_falls_back_to_the_loop_or_says_why():
-    base = Experiment(model="resnet8(norm='batch')", partition=PartitionConfig(how="iid", clients=4))
+    base = Experiment(
+        model="resnet8(norm='batch')", partition=PartitionConfig(how="iid", clients=4)
+    )
     assert type(build(base).executor) is LoopExecutor
     with pytest.raises(ConfigError, match="BatchNorm"):
         build(replace(base, sim=SimConfig(executor="cohort")))
@@ -178,7 +194,9 @@ def test_batchnorm_falls_back_to_the_loop_or_says_why():
 def test_client_states_are_kept_apart():
     loop = toy_federation(Scaffold(), rounds=3)
     one = loop.executor
-    whole = replace(loop, executor=CohortExecutor(one.trainer, one.population, one.key, compiled=False))
+    whole = replace(
+        loop, executor=CohortExecutor(one.trainer, one.population, one.key, compiled=False)
+    )
     kept = []
     for federation in (loop, whole):
         server, states = federation.begin()

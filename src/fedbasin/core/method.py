@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedbasin.core.archive import Archive
 from fedbasin.core.expressions import ExpressionError, text
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import LocalRule
@@ -75,8 +76,11 @@ class Context:
         key: the randomness of this round's server step.
         round: how many rounds are finished, t.
         lr: the learning rate the cohort used.
+        plan: how the cohort trains, once a round has begun.
+        batch: the clients' batch size, B; 0 where it is not known.
         proxy: server data, for methods that need ``"proxy"``.
         class_counts: [N, classes] samples by client and class, for those that need them.
+        archive: files for models of clients, for methods that keep them on disk.
     """
 
     layout: Layout
@@ -85,12 +89,15 @@ class Context:
     key: Key
     round: int = 0
     lr: float = 0.0
+    plan: Plan | None = None
+    batch: int = 0
     proxy: Proxy | None = None
     class_counts: Tensor | None = None
+    archive: Archive | None = None
 
-    def at(self, round: int, lr: float) -> Context:
+    def at(self, round: int, lr: float, plan: Plan | None = None) -> Context:
         """Return the context of one round."""
-        return replace(self, round=round, lr=lr, key=self.key.fold("server", round))
+        return replace(self, round=round, lr=lr, plan=plan, key=self.key.fold("server", round))
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,9 @@ class Net:
         if training:
             for name, counter in self._counters:
                 named[name] = counter.clone()
-            for name in self._keys if key is not None else ():
-                named[name] = key
+            if key is not None:
+                for name in self._keys:
+                    named[name] = key
         module = self._training if training else self._scoring
         logits, features = functional_call(
             module, {f"module.{name}": tensor for name, tensor in named.items()}, (inputs,)

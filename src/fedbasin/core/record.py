@@ -5,6 +5,7 @@
     summary.json             the headline numbers
     checkpoint.safetensors   where to resume
     model.safetensors        the final model
+    archive/                 models of clients, for methods that keep them on disk
 
 This module reads and writes text only, so reports need no tensors.
 """
@@ -106,6 +107,11 @@ class RunFolder:
     def model(self) -> Path:
         """The final model."""
         return self.path / "model.safetensors"
+
+    @property
+    def archive(self) -> Path:
+        """Models of clients that a method keeps on disk."""
+        return self.path / "archive"
 
     def append(self, record: RoundRecord) -> None:
         """Add one line and hand it to the operating system at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedbasin import data, partition
+from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import card_of
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
@@ -20,9 +22,9 @@ from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, Experiment
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+from fedbasin.sim.cohort import CohortExecutor, Unsupported
+from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
-
-PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,14 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def pick_precision(name: str, device: torch.device) -> torch.dtype:
+    """Turn a precision's name into a floating type, and let CUDA use tf32 where it says so."""
+    fast = device.type == "cuda" and name in ("auto", "tf32")
+    torch.backends.cuda.matmul.allow_tf32 = fast
+    torch.backends.cudnn.allow_tf32 = fast
+    return torch.float64 if name == "fp64" else torch.float32
+
+
 def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
     """Split off the proxy set, thin the tail, and deal the training rows to clients."""
     key = root(experiment.partition.seed if experiment.partition.seed >= 0 else experiment.seed)
@@ -73,11 +83,13 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
     return Rows(splits, parts, classes)
 
 
-def build(experiment: Experiment, *, data_dir: Path | None = None) -> Federation:
+def build(
+    experiment: Experiment, *, data_dir: Path | None = None, archive: Archive | None = None
+) -> Federation:
     """Build everything a run needs; errors name the setting at fault."""
     experiment = experiment.resolved()
     device = pick_device(experiment.sim.device)
-    dtype = PRECISIONS[experiment.sim.precision]
+    dtype = pick_precision(experiment.sim.precision, device)
     key = root(experiment.seed)
     dataset = data.load(experiment.data.name, data_dir=data_dir)
     rows = cut_rows(experiment, dataset)
@@ -101,8 +113,10 @@ def build(experiment: Experiment, *, data_dir: Path | None = None) -> Federation
         clients=len(population),
         rounds=experiment.rounds,
         key=key,
+        batch=experiment.local.batch,
         proxy=proxy,
-        class_counts=population.class_counts(rows.classes),
+        class_counts=_class_counts(method, population, rows.classes),
+        archive=archive,
     )
     _check_needs(method, context)
     trainer = Trainer(
@@ -118,7 +132,7 @@ def build(experiment: Experiment, *, data_dir: Path | None = None) -> Federation
     draw_cohort(participation, eligible, key.fold("cohort", 0))  # says what is wrong before the run
     return Federation(
         method=method,
-        executor=LoopExecutor(trainer, population, key),
+        executor=pick_executor(experiment, trainer, population, key),
         context=context,
         schedule=_schedule(experiment),
         participation=participation,
@@ -132,6 +146,32 @@ def build(experiment: Experiment, *, data_dir: Path | None = None) -> Federation
         evaluate_every=experiment.sim.evaluate_every,
         evaluate_last=experiment.sim.evaluate_last,
     )
+
+
+def pick_executor(
+    experiment: Experiment, trainer: Trainer, population: Population, key: Key
+) -> Executor:
+    """Choose how cohorts are trained: a matrix on CUDA and for small models, else a loop.
+
+    On a CPU the matrix saves Python's time but not arithmetic, so it wins only where a step is
+    mostly overhead: networks without convolutions of up to a few hundred thousand weights.
+    """
+    loop = LoopExecutor(trainer, population, key)
+    name, on_cuda = experiment.sim.executor, trainer.net.device.type == "cuda"
+    small = trainer.net.layout.size < 300_000 and all(
+        len(s) <= 2 for s in trainer.net.layout.shapes
+    )
+    if name == "loop" or (name == "auto" and not (on_cuda or small)):
+        return loop
+    compiled = on_cuda and trainer.net.compiles
+    if experiment.sim.compile != "auto":
+        compiled = experiment.sim.compile == "on"
+    try:
+        return CohortExecutor(trainer, population, key, compiled, experiment.sim.chunk)
+    except Unsupported as reason:
+        if name == "cohort":
+            raise ConfigError(f"sim.executor: cohort cannot be used: {reason}") from reason
+        return loop
 
 
 def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -169,6 +209,18 @@ def _check_needs(method: Method, context: Context) -> None:
         raise ConfigError(
             f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper)"
         )
+
+
+def _class_counts(method: Method, population: Population, classes: int) -> Tensor | None:
+    """Return the clients' class counts for a method that needs them, and say who sees them."""
+    if "class_counts" not in needs_of(method):
+        return None
+    logging.getLogger(__name__).warning(
+        "%s: the server sees every client's class counts in plain. fedbasin private-counts shows "
+        "how their sum is gathered under encryption.",
+        method,
+    )
+    return population.class_counts(classes)
 
 
 def _recalibration(experiment: Experiment, net: Net, proxy: Examiner | None) -> Any:

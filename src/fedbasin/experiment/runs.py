@@ -6,14 +6,17 @@ import hashlib
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fedbasin.core.archive import Archive
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.experiment.build import build, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
@@ -44,7 +47,7 @@ def run(
             "another folder"
         )
     experiment = experiment.resolved()
-    federation = build(experiment, data_dir=data_dir)
+    federation = build(experiment, data_dir=data_dir, archive=Archive(folder.archive))
     folder.path.mkdir(parents=True, exist_ok=True)
     write_atomically(folder.config, experiment.to_toml())
     return run_federation(
@@ -67,7 +70,7 @@ def resume(
         return folder.read_summary()
     experiment = from_mapping(read_config(folder.config))
     return run_federation(
-        build(experiment, data_dir=data_dir),
+        build(experiment, data_dir=data_dir, archive=Archive(folder.archive)),
         folder,
         facts(experiment),
         checkpoint_every=experiment.sim.checkpoint_every,
@@ -82,10 +85,10 @@ def compare(
     out: Path | str,
     *,
     data_dir: Path | None = None,
+    jobs: int = 1,
 ) -> list[dict[str, Any]]:
     """Run every method with every seed on the same clients; return the summaries."""
-    layout = cells(base, methods, seeds, Path(out))
-    return [summary for _, summary in run_cells(layout, data_dir=data_dir)]
+    return run_cells(cells(base, methods, seeds, Path(out)), data_dir=data_dir, jobs=jobs)
 
 
 @dataclass(frozen=True)
@@ -108,28 +111,49 @@ def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: P
     return [Cell(e, out / slug(e.method) / f"seed{e.seed}") for e in found]
 
 
+def run_cell(
+    cell: Cell, data_dir: Path | None = None, on_round: OnRound | None = None
+) -> dict[str, Any]:
+    """Run a cell, or go on with it, or return the summary it has."""
+    folder = RunFolder(cell.path)
+    if not folder.config.exists():
+        return run(cell.experiment, cell.path, data_dir=data_dir, on_round=on_round)
+    if from_mapping(read_config(folder.config)) != cell.experiment:
+        raise RecordError(f"{cell.path} holds a run with other settings; choose another folder")
+    return resume(cell.path, data_dir=data_dir, on_round=on_round)
+
+
 def run_cells(
-    layout: Sequence[Cell],
-    *,
-    data_dir: Path | None = None,
-    on_round: Callable[[Cell, RoundRecord], None] | None = None,
-) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Run what is not finished of a comparison, cell by cell, and yield the summaries."""
-    for cell in layout:
-        folder = RunFolder(cell.path)
+    layout: Sequence[Cell], *, data_dir: Path | None = None, jobs: int = 1
+) -> list[dict[str, Any]]:
+    """Run what is not finished of a comparison and return all summaries.
 
-        def report(record: RoundRecord, cell: Cell = cell) -> None:
-            if on_round is not None:
-                on_round(cell, record)
+    Args:
+        layout: the cells.
+        data_dir: a local mirror of the datasets.
+        jobs: processes at once, with one thread each; results do not depend on it.
+    """
+    if jobs == 1:
+        return [run_cell(cell, data_dir) for cell in layout]
+    spawned = get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawned, initializer=_single_thread) as pool:
+        return list(pool.map(_run_apart, layout, [data_dir] * len(layout)))
 
-        if folder.config.exists():
-            if from_mapping(read_config(folder.config)) != cell.experiment:
-                raise RecordError(
-                    f"{cell.path} holds a run with other settings; choose another folder"
-                )
-            yield cell, resume(cell.path, data_dir=data_dir, on_round=report)
-        else:
-            yield cell, run(cell.experiment, cell.path, data_dir=data_dir, on_round=report)
+
+def _run_apart(cell: Cell, data_dir: Path | None) -> dict[str, Any]:
+    """Run a cell in a process of its own; what goes wrong comes back as text."""
+    try:
+        return run_cell(cell, data_dir)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{cell.path}: {type(error).__name__}: {error}") from None
+
+
+def _single_thread() -> None:
+    import fedbasin.experiment  # noqa: F401  (fills the catalogue of a new process)
+
+    torch.set_num_threads(1)
 
 
 def slug(expression: str) -> str:

@@ -9,13 +9,13 @@ device: a step costs the host one launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from fedbasin.core.method import Plan, Replies
 from fedbasin.core.rng import Key, fold_in, keys_tensor
@@ -26,15 +26,11 @@ from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.lane import Course, Lane, Progress, cloned
 from fedbasin.sim.loop import Gathered, Sent, client_key
 from fedbasin.sim.population import Population
 
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 26, 32, 40, 50, 64, 80, 100, 128)
-
-
-# A run compiles one shape for each rung it meets; torch stops at 8 by default.
-torch._dynamo.config.recompile_limit = 256
-torch._dynamo.config.accumulated_recompile_limit = 4096
 
 
 class Unsupported(RuntimeError):
@@ -50,25 +46,6 @@ def by_transform(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
 def rung(active: int) -> int:
     """Return the smallest size of the ladder that holds so many clients."""
     return next((size for size in LADDER if size >= active), -(-active // 32) * 32)
-
-
-class Course(NamedTuple):
-    """What a chunk of clients trains on; rows are clients."""
-
-    rows: Tensor  # int64 [A, K, B] rows of the population
-    real: Tensor  # bool [A, K, B] whether a row is a sample or padding
-    keys: Tensor  # int64 [A, 2]
-    limit: Tensor  # int64 [A] steps of each client
-    late: Tensor  # int64 [A] the step at which its last epoch begins
-    lr: Tensor  # 0-d
-
-
-class Progress(NamedTuple):
-    """Where a chunk stands."""
-
-    point: Point  # leaves [A, ...]
-    sums: Tensor  # [A, 4] loss and samples of the whole round, then of the last epoch
-    number: Tensor  # 0-d int64, the next step
 
 
 @dataclass
@@ -105,7 +82,7 @@ class CohortExecutor:
     chunk: int = 0
     backend: str = "inductor"
     counters: Counters = field(default_factory=Counters)
-    _lanes: dict[tuple[int, int], _Lane] = field(default_factory=dict)
+    _lanes: dict[tuple[int, int], Lane] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.trainer.net.has_statistics:
@@ -123,6 +100,14 @@ class CohortExecutor:
         ]
         back = torch.from_numpy(np.argsort(order)).to(sent.vector.device)
         return _joined(parts, back)
+
+    def facts(self) -> dict[str, Any]:
+        """Name the executor, how many shapes it compiled, and how little it wasted."""
+        return {
+            "executor": "cohort",
+            "shapes_compiled": len(self.counters.compiled),
+            "share_useful_steps": self.counters.share_useful,
+        }
 
     def _chunk(
         self,
@@ -150,7 +135,7 @@ class CohortExecutor:
         )
         zero = torch.zeros((), dtype=torch.int64, device=device)
         sums = sent.vector.new_zeros(count, 4)
-        progress = _cloned(Progress(point, sums, zero))  # rows of their own, not one row repeated
+        progress = cloned(Progress(point, sums, zero))  # rows of their own, not one row repeated
         progress = self._advance(progress, course, steps)
         lr_sum = course.limit.to(sent.vector.dtype) * plan.lr
         ended = Finish(progress.point.vector, course.limit.to(sent.vector.dtype), lr_sum)
@@ -250,7 +235,7 @@ class CohortExecutor:
         """Take `count` steps on the first `width` clients."""
         shape = (width, course.rows.shape[1])
         if shape not in self._lanes:
-            self._lanes[shape] = _Lane(
+            self._lanes[shape] = Lane(
                 self._one_step, self.population, self.backend if self.compiled else None
             )
             self.counters.compiled.update([width] if self.compiled else [])
@@ -268,7 +253,9 @@ class CohortExecutor:
         dropout = fold_in(fold_in(course.keys, DROPOUT), number)
         raw, label = inputs[rows], labels[rows]
 
-        def one(point: Point, raw: Tensor, label: Tensor, weight: Tensor, a: Tensor, d: Tensor) -> Any:
+        def one(
+            point: Point, raw: Tensor, label: Tensor, weight: Tensor, a: Tensor, d: Tensor
+        ) -> Any:
             batch = Batch(trainer.transform(raw, a), label, weight)
             return step(
                 point,
@@ -289,62 +276,6 @@ class CohortExecutor:
         late = (number >= course.late)[:, None]
         sums = progress.sums + torch.cat([both, both * late], 1)
         return Progress(point, sums, number + 1)
-
-
-class _Lane:
-    """The step for one number of active clients: eager, compiled, or captured as a CUDA graph."""
-
-    def __init__(
-        self, one_step: Callable[..., Progress], population: Population, backend: str | None
-    ) -> None:
-        self._data = (population.inputs, population.labels)
-        self._step = one_step
-        if backend is not None:
-            self._step = torch.compile(
-                one_step, dynamic=False, fullgraph=True, backend=backend
-            )
-        self._captures = backend is not None and population.inputs.is_cuda
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._progress: Progress
-        self._course: Course
-
-    def run(self, progress: Progress, course: Course, count: int) -> Progress:
-        """Take `count` steps; nothing given is changed."""
-        if not self._captures:
-            for _ in range(count):
-                progress = self._step(progress, course, *self._data)
-            return progress
-        if self._graph is None:
-            self._capture(progress, course)
-        assert self._graph is not None
-        _copy(self._course, course)
-        _copy(self._progress, progress)
-        for _ in range(count):
-            self._graph.replay()
-        return _cloned(self._progress)
-
-    def _capture(self, progress: Progress, course: Course) -> None:
-        """Record one step that reads and writes buffers of its own."""
-        self._progress, self._course = _cloned(progress), _cloned(course)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles, and lets libraries choose their kernels
-            for _ in range(2):
-                self._step(self._progress, self._course, *self._data)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            after = self._step(self._progress, self._course, *self._data)
-            _copy(self._progress, after)
-
-
-def _copy(into: Any, values: Any) -> None:
-    for old, new in zip(tensors(into), tensors(values), strict=True):
-        old.copy_(new)
-
-
-def _cloned(tree: Any) -> Any:
-    return rebuild(tree, lambda _, leaf: leaf.clone(memory_format=torch.contiguous_format))  # type: ignore[union-attr]
 
 
 class _Part(NamedTuple):
@@ -375,13 +306,12 @@ def _overlaid(part: Progress, whole: Progress, width: int) -> Progress:
 
 def _where(active: Tensor, new: Point, old: Point) -> Point:
     """Keep the old rows of clients that have no step left."""
-    fresh = iter(tensors(new))
 
-    def leaf_at(_: str, before: Any) -> Any:
-        after = next(fresh)
+    def choose(after: Tensor, before: Tensor) -> Tensor:
         return torch.where(active.view(-1, *(1,) * (before.dim() - 1)), after, before)
 
-    return rebuild(old, leaf_at)  # type: ignore[no-any-return]
+    kept: Point = tree_map(choose, new, old)
+    return kept
 
 
 def _joined(parts: list[_Part], back: Tensor) -> Gathered:

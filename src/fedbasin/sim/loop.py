@@ -42,6 +42,10 @@ class Executor(Protocol):
         """Train the clients of a cohort from what the server sent."""
         ...
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a run's summary says about the executor."""
+        ...
+
 
 def client_key(key: Key, round: int, client: int) -> Key:
     """Return the randomness of one client in one round."""
@@ -66,6 +70,10 @@ class LoopExecutor:
         """Train the clients of a cohort from what the server sent."""
         trained = [self._one(int(client), sent, plan, states) for client in cohort]
         return gather(cohort, trained, sent.vector)
+
+    def facts(self) -> dict[str, Any]:
+        """Name the executor."""
+        return {"executor": "loop"}
 
     def _one(self, client: int, sent: Sent, plan: Plan, states: ClientStates) -> Trained:
         key = client_key(self.key, sent.round, client).tensor(sent.vector.device)

@@ -80,6 +80,7 @@ def run(
         except Diverged as error:
             status, reason = "diverged", str(error)
     summary = facts | {"status": status, "reason": reason} | _numbers(records, seconds())
+    summary |= federation.executor.facts()
     folder.write_summary(summary)
     if status == "finished":
         _ship(federation, server, folder)

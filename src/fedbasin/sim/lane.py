@@ -1,0 +1,102 @@
+"""A lane: one compiled step for one number of clients that advance side by side."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbasin.core.tree import rebuild, tensors
+from fedbasin.local.step import Point
+from fedbasin.sim.population import Population
+
+# A run compiles one shape for each rung it meets; torch stops at 8 by default.
+torch._dynamo.config.recompile_limit = 256
+torch._dynamo.config.accumulated_recompile_limit = 4096
+
+
+class Course(NamedTuple):
+    """What a chunk of clients trains on; rows are clients."""
+
+    rows: Tensor  # int64 [A, K, B] rows of the population
+    real: Tensor  # bool [A, K, B] whether a row is a sample or padding
+    keys: Tensor  # int64 [A, 2]
+    limit: Tensor  # int64 [A] steps of each client
+    late: Tensor  # int64 [A] the step at which its last epoch begins
+    lr: Tensor  # 0-d
+
+
+class Progress(NamedTuple):
+    """Where a chunk stands."""
+
+    point: Point  # leaves [A, ...]
+    sums: Tensor  # [A, 4] loss and samples of the whole round, then of the last epoch
+    number: Tensor  # 0-d int64, the next step
+
+
+class Lane:
+    """The step for one number of active clients: eager, compiled, or captured as a CUDA graph."""
+
+    def __init__(
+        self, one_step: Callable[..., Progress], population: Population, backend: str | None
+    ) -> None:
+        self._data = (population.inputs, population.labels)
+        self._plain = self._step = one_step
+        if backend is not None:
+            self._step = torch.compile(one_step, dynamic=False, fullgraph=True, backend=backend)
+        self._captures = backend is not None and population.inputs.is_cuda
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._progress: Progress
+        self._course: Course
+
+    def run(self, progress: Progress, course: Course, count: int) -> Progress:
+        """Take `count` steps; nothing given is changed."""
+        try:
+            return self._run(progress, course, count)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            first = str(error).strip().split("\n", 1)[0]
+            warnings.warn(f"the step runs uncompiled, it cannot be compiled: {first}", stacklevel=2)
+            self._step, self._captures = self._plain, False
+            return self._run(progress, course, count)
+
+    def _run(self, progress: Progress, course: Course, count: int) -> Progress:
+        if not self._captures:
+            for _ in range(count):
+                progress = self._step(progress, course, *self._data)
+            return progress
+        if self._graph is None:
+            self._capture(progress, course)
+        assert self._graph is not None
+        _copy(self._course, course)
+        _copy(self._progress, progress)
+        for _ in range(count):
+            self._graph.replay()
+        after: Progress = cloned(self._progress)
+        return after
+
+    def _capture(self, progress: Progress, course: Course) -> None:
+        """Record one step that reads and writes buffers of its own."""
+        self._progress, self._course = cloned(progress), cloned(course)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles, and lets libraries choose their kernels
+            for _ in range(2):
+                self._step(self._progress, self._course, *self._data)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            after = self._step(self._progress, self._course, *self._data)
+            _copy(self._progress, after)
+
+
+def _copy(into: Any, values: Any) -> None:
+    for old, new in zip(tensors(into), tensors(values), strict=True):
+        old.copy_(new)
+
+
+def cloned(tree: Any) -> Any:
+    """Return a tree whose tensors are contiguous copies."""
+    return rebuild(tree, lambda _, leaf: leaf.clone(memory_format=torch.contiguous_format))  # type: ignore[union-attr]
