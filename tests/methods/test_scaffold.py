@@ -109,9 +109,9 @@ def gradient_at_the_end(method, rounds):
 @pytest.mark.parametrize("option", ["steps", "full"])
 def test_scaffold_removes_the_drift_that_stops_fedavg(option):
     """Full batches, 8 steps each: FedAvg's fixed point is off the optimum, SCAFFOLD's is not."""
-    fedavg = gradient_at_the_end(FedAvg("uniform"), 100)
-    ours = gradient_at_the_end(Scaffold(option=option), 100)
-    assert fedavg > 1e-2 and ours < 1e-6
+    fedavg = gradient_at_the_end(FedAvg("uniform"), 50)
+    ours = gradient_at_the_end(Scaffold(option=option), 50)
+    assert fedavg > 1e-2 and ours < 1e-5
 
 
 def test_bad_settings_are_refused():

@@ -58,7 +58,7 @@ def test_a_window_holds_the_mean_of_the_last_models(width, count, seed):
 def test_a_window_does_not_drift_over_thousands_of_rounds():
     rng = np.random.default_rng(0)
     window, last = empty(50, torch.zeros(4)), []
-    for t in range(5000):
+    for _ in range(5000):
         model = (rng.normal(size=4) * 10.0 ** rng.integers(-6, 7, 4)).astype(np.float32)
         window = push(window, torch.from_numpy(model))
         last = [*last, model.astype(np.float64)][-50:]
@@ -111,7 +111,7 @@ def test_wima_scores_the_window_and_sends_the_raw_model(width):
 
 
 def test_equation_4_equals_equation_6():
-    """The window's mean is w^{t'} minus the steps since, the oldest counted fully, the newest 1/W."""
+    """The mean is w^{t'} minus the steps since: the oldest counts fully, the newest 1/W."""
     models, width = walk(30), 6
     scores = [served.score.numpy() for served in feed(WIMA(window=width), models)]
     for end in range(width, 30):

@@ -1,7 +1,11 @@
 """Room 5: the ways of merging, one file each. Importing the room fills the catalogue."""
 
 from fedbasin.methods.fedavg import FedAvg as FedAvg
+from fedbasin.methods.fedcda import FedCDA as FedCDA
+from fedbasin.methods.fedcm import FedCM as FedCM
+from fedbasin.methods.fedlaw import FedLAW as FedLAW
 from fedbasin.methods.fedprox import FedProx as FedProx
+from fedbasin.methods.fedwcm import FedWCM as FedWCM
 from fedbasin.methods.ima import IMA as IMA
 from fedbasin.methods.scaffold import Scaffold as Scaffold
 from fedbasin.methods.swa import SWA as SWA

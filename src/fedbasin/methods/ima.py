@@ -15,9 +15,9 @@ The other decays of the paper's Table 3 are `decay`: "constant" (eta = low), "cy
 triangle between eta_{t_s} and low, period 20), "epochs" (one local epoch fewer every 20
 rounds), "step" (halved every 20 rounds), "none" (the configured schedule goes on).
 
-With an adaptive server there are two readings, and both are expressions: `ima(fedadam)`
-averages the models after the server's step; `fedadam(ima)` steps towards the mean of the raw
-client averages, as the authors' code does.
+With an adaptive server there are two readings, and both are expressions: `ima(inner)` averages
+the models after the server's step, and a server optimiser around `ima` steps towards the mean of
+the raw client averages, as the authors' code does with FedAdam and FedYogi.
 
 Departures from the paper: where fewer than P models exist at t_s, their mean is taken. In the
 authors' code "cyclic" overshoots to twice the maximum and "epochs" restarts the learning rate

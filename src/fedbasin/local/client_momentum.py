@@ -1,0 +1,81 @@
+r"""Client momentum: every local step leans towards the direction the cohorts moved before.
+
+    client:  v <- v - eta c_i (alpha g(v) + (1 - alpha) M)
+    server:  M+ = sum_i w_i (x - y_i) / (eta a_i c_i)
+
+where M is the server's momentum in the units of a gradient, a_i is how many gradients client i's
+displacement x - y_i adds up to (its steps K_i under plain SGD) and c_i evens out step counts:
+1, or Khat / K_i where the method broadcasts a standard number of steps Khat. Hence
+M+ = alpha sum_i w_i gbar_i + (1 - alpha) M with gbar_i the mean of the client's gradients: an
+exponential moving average, for any K_i and any learning rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbasin.core.method import Replies
+from fedbasin.core.net import Net
+from fedbasin.core.rule import Gradient, LocalRule, Start
+from fedbasin.core.vectors import weighted_mean
+
+
+class SharedMomentum(NamedTuple):
+    """What the server broadcasts beside the model."""
+
+    momentum: Tensor  # [P] M
+    alpha: Tensor  # 0-d, the gradient's share in a step
+    steps: Tensor | None = None  # 0-d, Khat, or None where steps are taken as they are
+
+
+class MomentumCarry(NamedTuple):
+    """What the rule carries through the steps."""
+
+    alpha: Tensor  # 0-d, c_i alpha
+    pull: Tensor  # [P] c_i (1 - alpha) M
+
+
+@dataclass(frozen=True)
+class ClientMomentum(LocalRule):
+    """Step along alpha g + (1 - alpha) M; both come with the broadcast."""
+
+    def begin(self, start: Start, net: Net) -> MomentumCarry:
+        """Form the constant part of every step once."""
+        shared: SharedMomentum = start.shared
+        alpha, pull = shared.alpha, (1 - shared.alpha) * shared.momentum
+        if shared.steps is not None:
+            even = shared.steps / start.steps.clamp(min=1)
+            alpha, pull = alpha * even, pull * even
+        return MomentumCarry(alpha, pull)
+
+    def direction(
+        self, carry: MomentumCarry, vector: Tensor, gradient: Gradient
+    ) -> tuple[Tensor, MomentumCarry]:
+        """Mix the gradient with the momentum."""
+        return carry.alpha * gradient(vector) + carry.pull, carry
+
+
+def mean_direction(
+    replies: Replies, share: Tensor, server: Tensor, steps: float | None = None
+) -> Tensor:
+    """Return M+ [P], the mean direction of a cohort's steps, from how far its models moved.
+
+    Each displacement is divided by what produced it: the learning rate of this very round and the
+    client's own steps, counted as FedNova's a_i so that local SGD momentum does not inflate M. A
+    client that took no step (or steps of length 0) adds nothing.
+
+    Args:
+        replies: the trained models, y_i.
+        share: [C] the weights w_i.
+        server: [P] where the cohort started, x.
+        steps: Khat where it was broadcast.
+    """
+    length = replies.lr_sum * replies.lengths / replies.steps  # eta a_i
+    if steps is not None:
+        length = length * (steps / replies.steps)
+    pace = torch.where(length > 0, share / length, 0.0)
+    return -weighted_mean(replies.models - server, pace)

@@ -1,0 +1,250 @@
+r"""FedLAW: learn how much each client counts, and by how much the merged model shrinks.
+
+Aggregation weights need not sum to one: a sum gamma a little below 1 acts like weight decay on
+the global model. In every round the server fits gamma and the relative weights lambda to a
+small labelled proxy set, from lambda = p (data sizes) and gamma = `gamma` on:
+
+    w^{t+1} = gamma m,   m = x + eta_g sum_i lambda_i (y_i - x)             (eta_g: `server_lr`)
+    lambda_i = u(z_i) / sum_j u(z_j),   gamma = u(c)
+    u(v) = exp(v) ("exponential")  or  v^2 ("quadratic")
+
+z and c follow Adam(0.5, 0.999) down the proxy loss for `epochs` passes, at a learning rate that
+halves every 20 of them. A step takes one backward pass and two matrix-vector products, and no
+graph is built through the C models (core/mixture.py has the gradients).
+
+The paper's parts: learn="none" with `gamma` below 1 is global weight shrinking, "gamma" its
+adaptive form, "lambda" attentive LAW (stopped early by `stop_round`), "both" FedLAW. `swa` fits
+lambda alone, at a learning rate that rises to 0.05, takes the mean of z over the epochs from
+the 7th on, and then fits gamma.
+
+Departures from the paper: `guard`. While m is no better on the proxy set than the zero model,
+which says nothing, shrinking always helps, round after round, until the model is zero and stays
+so; gamma is not fitted then. Elsewhere the ratio r = |gamma eta_g g| / |(1 - gamma) x| of update
+to shrinking, about 20 in the paper's runs, stays above `guard`. docs/methods/fedlaw.md has the
+evidence; `guard=0` is the paper. "quadratic" starts from data sizes, as the text says (the code:
+uniform). Where swa has 6 epochs or fewer for lambda, its last z counts (the code: the first).
+Cost: none for clients. Server: `epochs` x batches forward and backward passes and twice as many
+C x P mat-vecs; 3 models of memory beside the replies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Context, Method, Proxy, Replies, Served
+from fedbasin.core.mixture import CURVES, Adam, Mixture, Parameterisation
+from fedbasin.core.rng import Key
+from fedbasin.core.rule import LocalRule, Rules, as_rules
+from fedbasin.core.vectors import Weighting, shares
+from fedbasin.local.batches import epoch_order
+
+Learn = Literal["both", "gamma", "lambda", "none"]
+_HALVED_EVERY = 20  # epochs
+# swa: epochs along a cosine of so many epochs, epochs of rising, and the learning rate reached.
+_SETTLE, _COSINE, _RISE, _SWA_LR = 6, 100, 10, 0.05
+_PROGRESS = 1e-4  # a fall of the loss by a smaller share is a plateau
+
+
+class Stage(NamedTuple):
+    """One descent: what moves, for how many epochs, at which learning rates."""
+
+    weights: bool  # whether z moves
+    gamma: bool  # whether c moves
+    epochs: int
+    rate: Callable[[int], float]  # epoch -> learning rate
+    averages: bool = False  # whether the mean over the late epochs counts, not the last point
+
+
+class Notes(NamedTuple):
+    """What a round leaves in the record."""
+
+    gamma: Tensor
+    lambdas: Tensor  # [C] in the order of the cohort; 0 for a client without samples
+    gradient_norm: Tensor  # |g|, g = sum_i lambda_i (x - y_i)
+    ratio: Tensor  # |gamma eta_g g| / |(1 - gamma) x|; infinite (null) at gamma = 1
+    proxy_loss_before: Tensor  # with p and the initial gamma
+    proxy_loss_after: Tensor
+
+
+@entry(
+    "method",
+    paper="Li et al., ICML 2023",
+    url="https://arxiv.org/abs/2302.10911",
+    needs=("proxy",),
+    is_fedavg_when={"epochs": 0, "gamma": 1.0, "server_lr": 1.0},
+)
+@dataclass(frozen=True)
+class FedLAW(Method):
+    """Fit the clients' weights and their sum to a small labelled set on the server.
+
+    Args:
+        learn: what is fitted, ``"both"``, ``"gamma"``, ``"lambda"`` or ``"none"``.
+        gamma: the sum of weights to start from, and to keep where it is not fitted.
+        guard: least ratio r of update to shrinking; gamma is not fitted while the mean is no
+            better than the zero model. 0 is the paper: gamma may be anything.
+        swa: fit lambda, averaged over epochs, for half of the epochs, then gamma for the rest.
+        parameterisation: u, ``"exponential"`` or ``"quadratic"``.
+        epochs: passes over the proxy set in a round, E_s.
+        lr: of Adam.
+        batch: rows of the proxy set in a step.
+        patience: end a descent when so many epochs brought no progress; 0 never does.
+        stop_round: from this round on lambda = p; None fits it in every round.
+        server_lr: eta_g, the server's step along the updates.
+        weighting: p by ``"samples"`` (n_i) or ``"uniform"``.
+        local: rules that clients follow beyond SGD.
+    """
+
+    learn: Learn = "both"
+    gamma: float = 1.0
+    guard: float = 1.0
+    swa: bool = False
+    parameterisation: Parameterisation = "exponential"
+    epochs: int = 100
+    lr: float = 0.01
+    batch: int = 128
+    patience: int = 0
+    stop_round: int | None = None
+    server_lr: float = 1.0
+    weighting: Weighting = "samples"
+    local: Rules = ()
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lr", "server_lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name, least in (
+            ("guard", 0),
+            ("epochs", 0),
+            ("batch", 1),
+            ("patience", 0),
+            ("stop_round", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.swa and self.learn not in ("both", "lambda"):
+            raise ValueError(
+                f"swa averages lambda: learn is {self.learn!r}, not 'both' or 'lambda'"
+            )
+
+    def init(self, server: Tensor, context: Context) -> tuple[()]:
+        """Nothing is kept: gamma and lambda start afresh in every round."""
+        return ()
+
+    def rules(self) -> tuple[LocalRule, ...]:
+        """Return the extra rules only."""
+        return as_rules(self.local)
+
+    def aggregate(
+        self, state: tuple[()], server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, tuple[()]]:
+        """Fit z and c to the proxy set, then merge."""
+        proxy = context.proxy
+        if proxy is None:
+            raise ValueError(f"{self} learns from data on the server: the context has no proxy")
+        counted = replies.weights > 0
+        models = replies.models if bool(counted.all()) else replies.models[counted]
+        merge = Mixture(server, models, self.server_lr, CURVES[self.parameterisation])
+        weights = shares(replies.weights[counted], self.weighting)
+        gamma = weights.new_tensor(self.gamma)
+        model = first = merge.model(weights, gamma)
+        if stages := self._stages(context):
+            free = merge.curve.inverse(torch.cat([weights, gamma[None]]))
+            for number, stage in enumerate(stages):
+                free = self._fit(stage, free, merge, proxy, context.key.fold("fedlaw", number))
+            weights, gamma = merge.read(free)
+            model = merge.model(weights, gamma)
+        step = (merge.mean(weights) - server).norm()
+        with torch.no_grad():
+            notes = Notes(
+                gamma=gamma,
+                lambdas=weights.new_zeros(len(counted)).masked_scatter(counted, weights),
+                gradient_norm=step / self.server_lr,
+                ratio=gamma * step / ((1 - gamma).abs() * server.norm()),
+                proxy_loss_before=proxy.loss(first),
+                proxy_loss_after=proxy.loss(model),
+            )
+        return Served(model, model, notes), state
+
+    def _stages(self, context: Context) -> list[Stage]:
+        """Return the descents of this round; none where nothing is fitted."""
+        stopped = self.stop_round is not None and context.round >= self.stop_round
+        weights = self.learn in ("both", "lambda") and not stopped
+        gamma = self.learn in ("both", "gamma")
+        if not self.epochs or not (weights or gamma):
+            return []
+        if not (self.swa and weights):
+            return [Stage(weights, gamma, self.epochs, self._halved)]
+        share = self.epochs // 2 if gamma else self.epochs
+        averaged = Stage(True, False, share, self._raised, averages=True)
+        return [averaged, Stage(False, True, share, self._halved)] if gamma else [averaged]
+
+    def _halved(self, epoch: int) -> float:
+        return self.lr * 0.5 ** (epoch // _HALVED_EVERY)
+
+    def _raised(self, epoch: int) -> float:
+        """Fall along a cosine for a few epochs, then rise along another one."""
+        settled = min(epoch, _SETTLE)
+        low = self.lr * (1 + math.cos(math.pi * settled / _COSINE)) / 2
+        risen = (1 - math.cos(math.pi * min((epoch - settled) / _RISE, 1.0))) / 2
+        return low + risen * (_SWA_LR - low)
+
+    def _limits(
+        self, stage: Stage, free: Tensor, merge: Mixture, proxy: Proxy
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which of (z, c) move, 1 or 0, and their lower and upper ends."""
+        moves = torch.full_like(free, float(stage.weights))
+        moves[-1] = float(stage.gamma)
+        lowest, highest = torch.full_like(free, -math.inf), torch.full_like(free, math.inf)
+        if stage.gamma and self.guard:
+            mean = merge.mean(merge.read(free)[0])
+            with torch.no_grad():
+                moves[-1] = float(proxy.loss(mean) < proxy.loss(torch.zeros_like(mean)))
+            if moves[-1]:
+                size = merge.server.norm().clamp(min=torch.finfo(mean.dtype).tiny)
+                most = (1 + (mean - merge.server).norm() / (self.guard * size)).to(free.dtype)
+                lowest[-1] = merge.curve.inverse(1 / most)
+                highest[-1] = merge.curve.inverse(most)
+        return moves, lowest, highest
+
+    def _fit(self, stage: Stage, free: Tensor, merge: Mixture, proxy: Proxy, key: Key) -> Tensor:
+        """Return (z, c) after one descent."""
+        moves, lowest, highest = self._limits(stage, free, merge, proxy)
+        if not bool(moves.any()):
+            return free
+        adam = Adam(torch.zeros_like(free), torch.zeros_like(free))
+        late: list[Tensor] = []
+        best, idle = math.inf, 0
+        for epoch in range(stage.epochs):
+            losses = []
+            for rows in _batches(proxy, self.batch, key, epoch, free.device):
+                gradient, loss = merge.gradient(free, partial(proxy.loss, rows=rows))
+                free, adam = adam.step(free, moves * gradient, stage.rate(epoch))
+                free = free.clamp(lowest, highest)
+                losses.append(loss)
+            if stage.averages:
+                late += [free] if epoch >= _SETTLE else []
+            elif self.patience:
+                mean = float(torch.stack(losses).mean())
+                best, idle = (mean, 0) if mean < best * (1 - _PROGRESS) else (best, idle + 1)
+                if idle >= self.patience:
+                    break
+        return torch.stack(late).mean(0) if late else free
+
+
+def _batches(
+    proxy: Proxy, batch: int, key: Key, epoch: int, device: torch.device
+) -> Iterator[Tensor | None]:
+    """Yield the rows of each step of one pass, in a keyed order; None is all of them."""
+    if proxy.size <= batch:
+        yield None
+    else:
+        yield from epoch_order(key.tensor(device), epoch, proxy.size).split(batch)
