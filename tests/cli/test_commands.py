@@ -1,9 +1,11 @@
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from fedbasin.cli import app, main
+from fedbasin.core.expressions import parse
 
 FAST = [
     "--set", "rounds=3", "--set", "partition.clients=10", "--set", "local.epochs=1",
@@ -87,7 +89,7 @@ def test_demo_runs_all_its_methods(tmp_path):
     result = invoke("demo", "--seeds", "0", "--out", str(tmp_path), "--set", "rounds=2")
     assert result.exit_code == 0, result.output
     for method in DEMO_METHODS:
-        assert method in result.output
+        assert str(parse(method)) in result.output
 
 
 def test_methods_lists_shows_and_speaks_json():
@@ -102,6 +104,13 @@ def test_methods_lists_shows_and_speaks_json():
     assert json.loads(invoke("methods", "fedprox", "--json").output)[0]["is_fedavg_when"] == {
         "mu": 0.0
     }
+
+
+def test_the_methods_page_is_up_to_date():
+    page = Path(__file__).parents[2] / "docs" / "methods.md"
+    assert page.read_text() == invoke("methods", "--markdown").output, (
+        "write it again: fedbasin methods --markdown > docs/methods.md"
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fedbasin.cli.data import app as data_app
 from fedbasin.cli.partition import partition
+from fedbasin.cli.private_counts import private_counts
 from fedbasin.cli.progress import run_with_progress
 
 if TYPE_CHECKING:
@@ -33,10 +34,16 @@ app = typer.Typer(
     "[bold]fedbasin methods[/bold], then [bold]fedbasin compare fedavg scaffold --preset "
     "fmnist[/bold].",
 )
-app.add_typer(data_app, name="data")
-app.command()(partition)
 console = Console()
-DEMO_METHODS = ("fedavg", "fedprox(mu=0.1)", "scaffold")
+DEMO_METHODS = (
+    "fedavg",
+    "ima(fedavg)",
+    "wima(fedavg, window=20)",
+    "scaffold",
+    "fedlaw",
+    "fedcda",
+    "fedwcm",
+)
 
 Preset = Annotated[
     str | None, typer.Option(help="Settings that ship with fedbasin: demo, fmnist, cifar10.")
@@ -52,6 +59,10 @@ DataDir = Annotated[
 Out = Annotated[Path | None, typer.Option(help="Where the results go; runs/... by default.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option(min=1, help="Runs at once; by default as many as there are cores, one on a GPU."),
+]
 Target = Annotated[float, typer.Option(help="Accuracy for the column 'rounds to target'.")]
 
 
@@ -156,6 +167,7 @@ def compare(
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     device: Device = None,
     target: Target = 0.8,
+    jobs: Jobs = None,
     out: Out = None,
     data_dir: DataDir = None,
     set_: Settings = None,
@@ -171,13 +183,14 @@ def compare(
 
     path = out or _fresh("compare")
     layout = cells(base, methods, _read_seeds(seeds), path)
-    _compare(layout, base, path, target, data_dir)
+    _compare(layout, base, path, target, data_dir, jobs)
 
 
 @app.command()
 def demo(
     seeds: Seeds = "0,1,2",
     target: Target = 0.8,
+    jobs: Jobs = None,
     out: Out = None,
     set_: Settings = None,
 ) -> None:
@@ -189,19 +202,23 @@ def demo(
     from fedbasin.experiment.runs import cells
 
     path = out or _fresh("demo")
-    _compare(cells(base, DEMO_METHODS, _read_seeds(seeds), path), base, path, target, None)
+    layout = cells(base, DEMO_METHODS, _read_seeds(seeds), path)
+    _compare(layout, base, path, target, None, jobs)
 
 
 @app.command()
 def methods(
     name: Annotated[str | None, typer.Argument(help="One method, to see all about it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    markdown: Annotated[bool, typer.Option(help="The table of docs/methods.md.")] = False,
 ) -> None:
     """List the methods, or show one with its arguments and equations."""
     import fedbasin.experiment  # noqa: F401
-    from fedbasin.cli.listing import card_text, cards_json, cards_table
+    from fedbasin.cli.listing import card_text, cards_json, cards_markdown, cards_table
 
-    if as_json:
+    if markdown:
+        typer.echo(cards_markdown(), nl=False)
+    elif as_json:
         typer.echo(cards_json(name))
     elif name is None:
         console.print(cards_table())
@@ -209,13 +226,27 @@ def methods(
         console.print(card_text(name), highlight=False, markup=False)
 
 
+app.add_typer(data_app, name="data")
+app.command()(partition)
+app.command()(private_counts)
+
+
 def _compare(
-    layout: list[Cell], base: Experiment, path: Path, target: float, data_dir: Path | None
+    layout: list[Cell],
+    base: Experiment,
+    path: Path,
+    target: float,
+    data_dir: Path | None,
+    jobs: int | None,
 ) -> None:
+    from fedbasin.experiment.build import pick_device
     from fedbasin.report.curves import draw_curves
     from fedbasin.report.table import cells, read_curves, summarise
 
-    run_with_progress(layout, console, data_dir)
+    if jobs is None:
+        on_cpu = pick_device(base.sim.device).type == "cpu"
+        jobs = min(os.cpu_count() or 1, len(layout)) if on_cpu else 1
+    run_with_progress(layout, console, data_dir, jobs)
     curves = read_curves([cell.path for cell in layout])
     table = Table(title=Text(f"{base.data.name}, {base.partition.how}, {base.rounds} rounds"))
     columns = (

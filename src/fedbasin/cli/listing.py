@@ -28,9 +28,6 @@ def card_text(name: str) -> str:
     card = _find(name)
     module = inspect.getdoc(sys.modules[card.make.__module__]) or ""
     arguments = "\n".join(f"    {line}" for line in _arguments(card)) or "    none"
-    neutral = card.is_fedavg_when
-    if not isinstance(neutral, str):
-        neutral = ", ".join(f"{k}={text(v)}" for k, v in neutral.items()) or "as it stands"
     return "\n".join(
         [
             f"{card.name}: {card.summary}",
@@ -42,9 +39,37 @@ def card_text(name: str) -> str:
             f"paper      {card.paper}  {card.url}",
             f"needs      {', '.join(card.needs) or 'nothing beyond the replies'}",
             f"payload    {card.down:g} models down, {card.up:g} up",
-            f"is FedAvg  {neutral}",
+            f"is FedAvg  {_neutral(card).replace('`', '')}",
         ]
     )
+
+
+def cards_markdown() -> str:
+    """Return all methods as the table of ``docs/methods.md``."""
+    lines = [
+        "<!-- Written by `fedbasin methods --markdown`; a test fails when it is out of date. -->",
+        "# Methods",
+        "",
+        "| name | what it does | paper | needs | models down/up | is FedAvg when |",
+        "|---|---|---|---|---|---|",
+    ]
+    for card in cards("method"):
+        file = f"../src/{card.make.__module__.replace('.', '/')}.py"
+        lines.append(
+            f"| [`{card.name}`]({file}) | {card.summary} | [{card.paper}]({card.url}) "
+            f"| {', '.join(card.needs) or '-'} | {card.down:g}/{card.up:g} | {_neutral(card)} |"
+        )
+    lines += ["", "Rules that stack on any method with `local=`:", ""]
+    lines += [f"- `{card.name}`: {card.summary}" for card in cards("rule")]
+    return "\n".join(lines) + "\n"
+
+
+def _neutral(card: Card) -> str:
+    if isinstance(card.is_fedavg_when, str):
+        return card.is_fedavg_when
+    setting = ", ".join(f"`{k}={text(v)}`" for k, v in card.is_fedavg_when.items())
+    wraps = any(p.name == "inner" for p in card.parameters)
+    return f"{setting} (is its inner method)" if wraps else setting or "as it stands"
 
 
 def cards_json(name: str | None) -> str:

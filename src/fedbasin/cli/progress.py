@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,23 +14,32 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
+from fedbasin.core.record import RoundRecord
+
 if TYPE_CHECKING:
-    from fedbasin.core.record import RoundRecord
     from fedbasin.experiment.runs import Cell
 
 
 def run_with_progress(
-    layout: Sequence[Cell], console: Console, data_dir: Path | None
+    layout: Sequence[Cell], console: Console, data_dir: Path | None, jobs: int = 1
 ) -> list[dict[str, Any]]:
-    """Run or go on with the cells, showing one bar for all rounds; return their summaries."""
-    from fedbasin.core.record import RunFolder
+    """Run or go on with the cells, showing one bar for all rounds; return their summaries.
+
+    The bar reads the records the runs write, so it works the same for processes of their own.
+    """
+    import torch
+
     from fedbasin.experiment.runs import run_cells
 
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Small steps gain nothing from more, and lose much where other work shares the cores.
+        torch.set_num_threads(1)
     total = sum(cell.experiment.rounds for cell in layout)
     with Progress(
         TextColumn("{task.description}"),
@@ -41,19 +52,37 @@ def run_with_progress(
         transient=True,
     ) as progress:
         task = progress.add_task("starting", total=total, accuracy="")
-        done = {cell.path: 0 for cell in layout}
+        finished = threading.Event()
+        watcher = threading.Thread(target=_watch, args=(layout, progress, task, finished))
+        watcher.start()
+        try:
+            return run_cells(layout, data_dir=data_dir, jobs=jobs)
+        finally:
+            finished.set()
+            watcher.join()
 
-        def show(cell: Cell, record: RoundRecord) -> None:
-            done[cell.path] = record.round
-            accuracy = "" if record.accuracy is None else f"{100 * record.accuracy:5.1f} %"
+
+def _watch(
+    layout: Sequence[Cell], progress: Progress, task: TaskID, finished: threading.Event
+) -> None:
+    """Show how many rounds are recorded, and the latest one, until the runs are over."""
+    seen = dict.fromkeys((cell.path for cell in layout), 0)
+    while not finished.wait(0.3):
+        for cell in layout:
+            lines = _lines(cell.path / "rounds.jsonl")
+            if len(lines) == seen[cell.path]:
+                continue
+            seen[cell.path] = len(lines)
+            latest = RoundRecord.read(lines[-1]) if lines else None
+            accuracy = latest.accuracy if latest else None
             progress.update(
                 task,
-                completed=sum(done.values()),
+                completed=sum(seen.values()),
                 description=escape(f"{cell.experiment.method} seed {cell.experiment.seed}"),
-                accuracy=accuracy,
+                accuracy="" if accuracy is None else f"{100 * accuracy:5.1f} %",
             )
 
-        for cell in layout:
-            done[cell.path] = len(RunFolder(cell.path).read_rounds())
-        progress.update(task, completed=sum(done.values()))
-        return [summary for _, summary in run_cells(layout, data_dir=data_dir, on_round=show)]
+
+def _lines(path: Path) -> list[str]:
+    """Return the whole lines of a file that another process may be writing."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []

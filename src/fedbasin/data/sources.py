@@ -153,9 +153,10 @@ _TABLE = (
     ),
     Source(
         "cifar100",
-        (Part(*_CIFAR100, "fine_label", revision=_CIFAR100_COMMIT),),
+        (Part(*_CIFAR100, "fine_label", revision=_CIFAR100_COMMIT, group="coarse_label"),),
         classes=labels.CIFAR100, channels=3, mean=_CIFAR_MEAN, std=_CIFAR_STD,
-        rows=(50_000, 10_000), shape=(3, 32, 32), paper="FedIMA, FedLAW, WIMA, FedCDA",
+        rows=(50_000, 10_000), shape=(3, 32, 32), groups="coarse class",
+        paper="FedIMA, FedLAW, WIMA, FedCDA",
     ),
     Source(
         "cifar100-coarse",

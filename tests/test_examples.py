@@ -1,0 +1,76 @@
+"""The examples run as written, and the one by hand agrees with the library."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedbasin.core.catalogue import CATALOGUE
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Context, Plan
+from fedbasin.core.net import Net
+from fedbasin.core.rng import root
+from fedbasin.local import SGD, Trainer
+from fedbasin.methods import FedAvg
+from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_fedavg_by_hand_agrees_with_the_library(capsys):
+    """Same data, split, network and settings: both learn, and end within three points."""
+    hand = load("fedavg_by_hand")
+    accuracy = hand.main()
+    assert "round  60" in capsys.readouterr().out
+    images, labels, test_images, test_labels = hand.load()
+    people = Population.of(
+        (images * 16).round().to(torch.uint8).numpy(),
+        labels.numpy(),
+        [part.numpy() for part in hand.deal(labels)],
+    )
+
+    def transform(raw, key=None):
+        return raw.float() / 16
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Net(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
+    key = root(0)
+    scored = Examiner(net, (test_images * 16).round().to(torch.uint8), test_labels, transform, 10)
+    federation = Federation(
+        method=FedAvg(),
+        executor=LoopExecutor(Trainer(net, (), SGD(), hand.BATCH, transform, 10), people, key),
+        context=Context(net.layout, hand.CLIENTS, hand.ROUNDS, key),
+        schedule=lambda t: Plan(hand.LR, hand.EPOCHS),
+        participation=parse(f"count(clients={hand.COHORT})"),
+        eligible=np.arange(hand.CLIENTS),
+        key=key,
+        test=scored,
+        rounds=hand.ROUNDS,
+    )
+    server, states = federation.begin()
+    *_, (_, record) = federation.rounds_from(server, states)
+    assert accuracy > 0.75 and abs(record.accuracy - accuracy) < 0.06
+
+
+def test_quickstart_is_whole():
+    quick = load("quickstart")
+    for method in quick.methods:
+        assert parse(str(parse(method, "method"))) == parse(method)
+
+
+def test_a_method_of_your_own_passes_the_laws_and_runs(tmp_path):
+    mine = load("new_method")
+    try:
+        assert mine.main(tmp_path / "r", rounds=3)["method"] == "median"
+    finally:
+        del CATALOGUE["median"]
