@@ -126,6 +126,34 @@ def test_the_long_tail_is_cut_before_the_partition():
     assert (counts[:-1] >= counts[1:]).all()
 
 
+def test_inputs_are_normalised_as_asked():
+    ranges = {}
+    for name in ("dataset", "symmetric", "unit"):
+        test = build(replace(SMALL, data=DataConfig(normalise=name))).test
+        inputs = test.transform(test.inputs, None)
+        ranges[name] = (float(inputs.min()), float(inputs.max()))
+    assert ranges["symmetric"] == (-1.0, 1.0) and ranges["unit"] == (0.0, 1.0)
+    assert ranges["dataset"] not in (ranges["symmetric"],)
+
+
+def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path):
+    base = replace(SMALL, rounds=3, local=LocalConfig(lr=1e30, batch=16))
+    found = compare(base, ["fedavg", "fedprox(mu=0.1)"], [0], tmp_path)
+    assert [s["status"] for s in found] == ["diverged", "diverged"]
+    assert "client" in found[0]["reason"]
+    assert compare(base, ["fedavg", "fedprox(mu=0.1)"], [0], tmp_path) == found
+
+
+def test_processes_of_their_own_give_the_same_bits(tmp_path):
+    base = replace(SMALL, rounds=2)
+    one = compare(base, ["fedavg", "scaffold"], [0], tmp_path / "one")
+    two = compare(base, ["fedavg", "scaffold"], [0], tmp_path / "two", jobs=2)
+    assert [s["accuracy_last"] for s in one] == [s["accuracy_last"] for s in two]
+    for path in sorted((tmp_path / "one").rglob("model.safetensors")):
+        other = tmp_path / "two" / path.relative_to(tmp_path / "one")
+        assert path.read_bytes() == other.read_bytes()
+
+
 def test_settings_that_cannot_work_are_explained():
     with pytest.raises(ConfigError, match="proxy_per_class"):
         build(replace(SMALL, sim=replace(SMALL.sim, buffers="recalibrate")))

@@ -66,23 +66,29 @@ def _watch(
     layout: Sequence[Cell], progress: Progress, task: TaskID, finished: threading.Event
 ) -> None:
     """Show how many rounds are recorded, and the latest one, until the runs are over."""
-    seen = dict.fromkeys((cell.path for cell in layout), 0)
+    places = dict.fromkeys((cell.path for cell in layout), 0)  # bytes read so far
+    rounds = dict.fromkeys(places, 0)
     while not finished.wait(0.3):
         for cell in layout:
-            lines = _lines(cell.path / "rounds.jsonl")
-            if len(lines) == seen[cell.path]:
+            lines, places[cell.path] = _new_lines(cell.path / "rounds.jsonl", places[cell.path])
+            if not lines:
                 continue
-            seen[cell.path] = len(lines)
-            latest = RoundRecord.read(lines[-1]) if lines else None
-            accuracy = latest.accuracy if latest else None
+            latest = RoundRecord.read(lines[-1])
+            rounds[cell.path] = latest.round
             progress.update(
                 task,
-                completed=sum(seen.values()),
+                completed=sum(rounds.values()),
                 description=escape(f"{cell.experiment.method} seed {cell.experiment.seed}"),
-                accuracy="" if accuracy is None else f"{100 * accuracy:5.1f} %",
+                accuracy="" if latest.accuracy is None else f"{100 * latest.accuracy:5.1f} %",
             )
 
 
-def _lines(path: Path) -> list[str]:
-    """Return the whole lines of a file that another process may be writing."""
-    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+def _new_lines(path: Path, place: int) -> tuple[list[str], int]:
+    """Return the whole lines a run has added beyond a place in its file, and the new place."""
+    size = path.stat().st_size if path.exists() else 0
+    if size <= place:
+        return [], size  # a resumed run cuts its file back
+    with path.open("rb") as file:
+        file.seek(place)
+        whole, _, _ = file.read(size - place).rpartition(b"\n")
+    return whole.decode().splitlines(), place + len(whole) + (1 if whole else 0)

@@ -19,7 +19,7 @@ from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, root, torch_draws_from
 from fedbasin.data.transform import Transform
-from fedbasin.experiment.config import ConfigError, Experiment
+from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
 from fedbasin.sim.cohort import CohortExecutor, Unsupported
@@ -98,7 +98,7 @@ def build(
     with torch_draws_from(key.fold("model")):
         module = parse(experiment.model, "model")(shape, rows.classes)
     net = Net(module, device, dtype)
-    transform = _transform(dataset, experiment.data.augment, dtype)
+    transform = _transform(dataset, experiment.data, dtype)
 
     def examiner(part: data.Rows) -> Examiner:
         inputs, labels = _on_device(part, device)
@@ -179,8 +179,12 @@ def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:
     return inputs, torch.from_numpy(np.array(part.labels)).to(device)
 
 
-def _transform(dataset: data.Dataset, augment: bool, dtype: torch.dtype) -> Any:
-    transform = Transform(dataset.mean, dataset.std, augment=augment, kind=dataset.kind)
+def _transform(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype) -> Any:
+    middle, spread = {"symmetric": (0.5, 0.5), "unit": (0.0, 1.0)}.get(settings.normalise, (0, 0))
+    mean, std = dataset.mean, dataset.std
+    if settings.normalise != "dataset":
+        mean, std = (middle,) * len(mean), (spread,) * len(std)
+    transform = Transform(mean, std, augment=settings.augment, kind=dataset.kind)
     return lambda raw, key=None: transform(raw, key, dtype)
 
 

@@ -33,6 +33,8 @@ class DataConfig:
         proxy_per_class: rows of each class set aside for the server.
         proxy_from: where they come from; rows taken from ``"test"`` are no longer scored.
         augment: random crop and flip in local training.
+        normalise: ``"dataset"`` (its papers' mean and spread), ``"symmetric"`` (to [-1, 1], like
+            FedLAW's CIFAR) or ``"unit"`` (to [0, 1]).
     """
 
     name: str = "digits"
@@ -40,6 +42,7 @@ class DataConfig:
     proxy_per_class: int = 0
     proxy_from: Literal["train", "test"] = "train"
     augment: bool = False
+    normalise: Literal["dataset", "symmetric", "unit"] = "dataset"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.experiment.build import build, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
+from fedbasin.sim import Diverged
 from fedbasin.sim import run as run_federation
 
 OnRound = Callable[[RoundRecord], None]
@@ -114,13 +115,21 @@ def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: P
 def run_cell(
     cell: Cell, data_dir: Path | None = None, on_round: OnRound | None = None
 ) -> dict[str, Any]:
-    """Run a cell, or go on with it, or return the summary it has."""
+    """Run a cell, or go on with it, or return the summary it has.
+
+    A run that diverges is a result of a comparison: its summary says so and the others go on.
+    """
     folder = RunFolder(cell.path)
-    if not folder.config.exists():
-        return run(cell.experiment, cell.path, data_dir=data_dir, on_round=on_round)
-    if from_mapping(read_config(folder.config)) != cell.experiment:
-        raise RecordError(f"{cell.path} holds a run with other settings; choose another folder")
-    return resume(cell.path, data_dir=data_dir, on_round=on_round)
+    try:
+        if not folder.config.exists():
+            return run(cell.experiment, cell.path, data_dir=data_dir, on_round=on_round)
+        if from_mapping(read_config(folder.config)) != cell.experiment:
+            raise RecordError(f"{cell.path} holds a run with other settings; choose another folder")
+        if folder.summary.exists() and folder.read_summary().get("status") == "diverged":
+            return folder.read_summary()
+        return resume(cell.path, data_dir=data_dir, on_round=on_round)
+    except Diverged:
+        return folder.read_summary()
 
 
 def run_cells(

@@ -30,6 +30,8 @@ def draw_curves(curves: Sequence[Curve], path: Path, *, title: str = "") -> Path
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for number, method in enumerate(dict.fromkeys(curve.method for curve in curves)):
         rounds, low, mean, high = _band([c for c in curves if c.method == method])
+        if not len(rounds):  # every seed broke off before it was scored
+            continue
         colour = COLOURS[number % len(COLOURS)]
         style = STYLES[number // len(COLOURS) % len(STYLES)]
         axes.plot(rounds, 100 * mean, style, color=colour, label=method, linewidth=1.6)

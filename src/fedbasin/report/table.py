@@ -18,6 +18,7 @@ class Curve:
     seed: int
     records: tuple[RoundRecord, ...]
     seconds: float
+    status: str = "finished"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Row:
     rounds: float | None  # mean rounds to the target, of the seeds that reached it
     reached: int  # how many seeds reached it
     seconds: float  # mean over seeds
+    diverged: int = 0  # seeds whose run broke off; they count with the rounds they have
 
 
 def read_curves(paths: Sequence[Path]) -> list[Curve]:
@@ -45,6 +47,7 @@ def read_curves(paths: Sequence[Path]) -> list[Curve]:
                 int(summary.get("seed", 0)),
                 tuple(folder.read_rounds()),
                 float(summary.get("seconds", 0.0)),
+                str(summary.get("status", "finished")),
             )
         )
     return curves
@@ -68,16 +71,19 @@ def summarise(curves: Sequence[Curve], target: float) -> list[Row]:
                 rounds=fmean(reached) if reached else None,
                 reached=len(reached),
                 seconds=fmean(run.seconds for run in runs),
+                diverged=sum(run.status == "diverged" for run in runs),
             )
         )
     return rows
 
 
 def cells(row: Row) -> tuple[str, str, str, str, str]:
-    """Write a row for people: method, accuracy in percent, gap-free rounds, seconds, seeds."""
+    """Write a row for people: method, accuracy in percent, rounds to target, seconds, seeds."""
     accuracy = "-" if row.accuracy is None else f"{100 * row.accuracy:.2f}"
     if row.spread is not None:
         accuracy += f" ± {100 * row.spread:.2f}"
+    if row.diverged:
+        accuracy += f" ({row.diverged} diverged)"
     rounds = "not reached" if row.rounds is None else f"{row.rounds:.0f}"
     if 0 < row.reached < row.seeds:
         rounds += f" ({row.reached} of {row.seeds} seeds)"
