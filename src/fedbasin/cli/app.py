@@ -196,7 +196,7 @@ def demo(
 ) -> None:
     """Watch several methods compete on handwritten digits: 50 clients, strong label skew.
 
-    Needs no download and about a minute or two on two cores.
+    Needs no download and about a minute on two cores.
     """
     base = _settings(None, "demo", set_)
     from fedbasin.experiment.runs import cells
