@@ -47,14 +47,16 @@ def test_the_cohorts_rows_are_the_loops_batches(plan):
             assert real[c, k].tolist() == [j < len(batch) for j in range(4)]
 
 
-def executors(model, shape, *, rules=(), sgd=None, augment=False, dtype=torch.float64, **settings):
+def executors(
+    model, shape, *, sizes=SIZES, rules=(), sgd=None, augment=False, dtype=torch.float64, **settings
+):
     """A loop and a cohort executor over ragged clients with images or tokens of a shape."""
     rng = KEY.fold("data").numpy()
-    inputs = rng.integers(0, 256, (sum(SIZES), *shape), dtype=np.uint8)
-    labels = rng.integers(0, 3, sum(SIZES))
-    ends = np.cumsum(SIZES)
+    inputs = rng.integers(0, 256, (sum(sizes), *shape), dtype=np.uint8)
+    labels = rng.integers(0, 3, sum(sizes))
+    ends = np.cumsum(sizes)
     people = Population.of(
-        inputs, labels, [np.arange(e - n, e) for n, e in zip(SIZES, ends, strict=True)]
+        inputs, labels, [np.arange(e - n, e) for n, e in zip(sizes, ends, strict=True)]
     )
     with torch_draws_from(KEY):
         net = Net(parse(model, "model")(shape, 3), dtype=dtype)
@@ -126,6 +128,16 @@ def test_padding_never_trains_anyone():
     torch.testing.assert_close(
         alone.replies.models[0], among.replies.models[1], rtol=1e-12, atol=1e-14
     )
+
+
+def test_clients_that_have_finished_stand_still_beside_those_that_have_not():
+    """Five of seven active clients share a width of six: the sixth must not drift on momentum."""
+    settings = {"sizes": (29, 25, 21, 17, 13, 9, 5), "sgd": SGD(0.9, 0.1)}
+    loop, cohort = executors("logistic", (1, 6, 6), **settings)
+    everyone = tuple(range(7))
+    ends = [trained(e, Plan(0.1, 1), cohort=everyone, rounds=1) for e in (loop, cohort)]
+    assert cohort.counters.share_useful < 1
+    assert_equal(*ends)
 
 
 def test_the_active_set_shrinks_and_little_is_wasted():

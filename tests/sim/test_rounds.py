@@ -159,6 +159,26 @@ def test_divergence_names_round_and_client_and_keeps_the_records(tmp_path):
     assert not folder.model.exists()
 
 
+def test_resuming_into_a_round_without_replies_still_knows_one_model_from_two(tmp_path):
+    """A checkpoint holds send and score apart; where they are one model, they must be one again."""
+    federation = replace(toy_federation(FedAvg(), rounds=8), dropout=0.8)
+    lost = [r.round for r in records(federation) if r.replies == 0]
+    after = next(n for n in range(1, 8) if n + 1 in lost)
+    folder = RunFolder(tmp_path)
+
+    class Crash(Exception):
+        pass
+
+    def crash(record):
+        if record.round == after + 1:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run(federation, folder, {}, checkpoint_every=1, on_round=crash)
+    run(federation, folder, {}, checkpoint_every=1)
+    assert all(r.accuracy_send is None for r in folder.read_rounds())
+
+
 def test_a_run_writes_its_folder(tmp_path):
     federation, folder = toy_federation(Scaffold(), rounds=12), RunFolder(tmp_path)
     seen = []

@@ -1,0 +1,42 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedbasin.core.method import ReplyError
+from fedbasin.testing import replies_of
+
+SERVER = torch.zeros(2)
+GOOD = replies_of(torch.ones(3, 2), weights=[1, 2, 0], clients=[7, 8, 9])
+
+
+def test_good_replies_pass():
+    GOOD.check(SERVER)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ([1, -1, 1], "client 8"),
+        ([1, 1, float("nan")], "client 9"),
+        ([float("inf"), 1, 1], "client 7"),
+        ([0, 0, 0], "weight zero"),
+    ],
+)
+def test_bad_weights_are_refused_with_the_client_named(weights, words):
+    with pytest.raises(ReplyError, match=words):
+        replace(GOOD, weights=torch.tensor(weights)).check(SERVER)
+
+
+def test_empty_or_misshapen_replies_are_refused():
+    with pytest.raises(ReplyError, match="at least one"):
+        GOOD.take(torch.tensor([], dtype=torch.int64)).check(SERVER)
+    with pytest.raises(ReplyError, match="3 clients x 5"):
+        GOOD.check(torch.zeros(5))
+    with pytest.raises(ReplyError, match="2 clients"):
+        replace(GOOD, clients=GOOD.clients[:2]).check(SERVER)
+
+
+def test_rows_are_taken_in_order():
+    taken = GOOD.take(torch.tensor([2, 0]))
+    assert taken.clients.tolist() == [9, 7] and taken.weights.tolist() == [0, 1]
