@@ -257,7 +257,7 @@ def _compare(
         "seeds",
     )
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
+        table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
     for row in summarise(curves, target):
         table.add_row(*(Text(cell) for cell in cells(row)))
     console.print(table)

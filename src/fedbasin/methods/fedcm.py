@@ -11,7 +11,7 @@ the learning rate of the round that made it and by the client's own number of st
 What to watch. A client with more steps adds M more often, so under unequal data the clients with
 most rows move with the momentum and the others hardly do (`steps_ratio` in the record; FedWCM-X
 evens it out). Weight decay is not mixed by alpha but enters M, so its pull settles at 1/alpha times
-the configured one. Long-tailed data can make M run away: |M| is in the record.
+the configured one (docs/methods/fedwcm.md measures it). |M| is in the record.
 
 Departures from the paper: it writes w+ = w - eta_g' M+, ours with eta_g' = eta K; K_i counts as
 FedNova's a_i under local SGD momentum, where d_i / (eta K_i) would grow without bound.

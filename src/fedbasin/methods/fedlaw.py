@@ -104,7 +104,7 @@ class FedLAW(Method):
 
     learn: Learn = "both"
     gamma: float = 1.0
-    guard: float = 1.0
+    guard: float = 5.0
     swa: bool = False
     parameterisation: Parameterisation = "exponential"
     epochs: int = 100
@@ -199,25 +199,23 @@ class FedLAW(Method):
 
     def _limits(
         self, stage: Stage, free: Tensor, merge: Mixture, proxy: Proxy
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which of (z, c) move, 1 or 0, and their lower and upper ends."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return which of (z, c) move, 1 or 0, and their lower ends."""
         moves = torch.full_like(free, float(stage.weights))
         moves[-1] = float(stage.gamma)
-        lowest, highest = torch.full_like(free, -math.inf), torch.full_like(free, math.inf)
+        lowest = torch.full_like(free, -math.inf)
         if stage.gamma and self.guard:
             mean = merge.mean(merge.read(free)[0])
             with torch.no_grad():
                 moves[-1] = float(proxy.loss(mean) < proxy.loss(torch.zeros_like(mean)))
             if moves[-1]:
-                size = merge.server.norm().clamp(min=torch.finfo(mean.dtype).tiny)
-                most = (1 + (mean - merge.server).norm() / (self.guard * size)).to(free.dtype)
-                lowest[-1] = merge.curve.inverse(1 / most)
-                highest[-1] = merge.curve.inverse(most)
-        return moves, lowest, highest
+                least = _least_gamma(mean, merge.server, self.guard)
+                lowest[-1] = merge.curve.inverse(least.to(free.dtype))
+        return moves, lowest
 
     def _fit(self, stage: Stage, free: Tensor, merge: Mixture, proxy: Proxy, key: Key) -> Tensor:
         """Return (z, c) after one descent."""
-        moves, lowest, highest = self._limits(stage, free, merge, proxy)
+        moves, lowest = self._limits(stage, free, merge, proxy)
         if not bool(moves.any()):
             return free
         adam = Adam(torch.zeros_like(free), torch.zeros_like(free))
@@ -228,7 +226,7 @@ class FedLAW(Method):
             for rows in _batches(proxy, self.batch, key, epoch, free.device):
                 gradient, loss = merge.gradient(free, partial(proxy.loss, rows=rows))
                 free, adam = adam.step(free, moves * gradient, stage.rate(epoch))
-                free = free.clamp(lowest, highest)
+                free = free.maximum(lowest)
                 losses.append(loss)
             if stage.averages:
                 late += [free] if epoch >= _SETTLE else []
@@ -238,6 +236,12 @@ class FedLAW(Method):
                 if idle >= self.patience:
                     break
         return torch.stack(late).mean(0) if late else free
+
+
+def _least_gamma(mean: Tensor, server: Tensor, ratio: float) -> Tensor:
+    """Return the gamma at which gamma |m - x| = ratio (1 - gamma) |x|."""
+    size = (ratio * server.norm()).clamp(min=torch.finfo(server.dtype).tiny)
+    return torch.reciprocal(1 + (mean - server).norm() / size)
 
 
 def _batches(
