@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-ROUNDS = 120  # enough that a signal never comes too late
+ROUNDS = 80  # enough that a signal never comes too late
 ARGUMENTS = [
     "run", "--preset", "demo", "--method", "scaffold",
     "--set", f"rounds={ROUNDS}", "--set", "partition.clients=10", "--set", "sim.checkpoint_every=3",
@@ -60,7 +60,7 @@ def test_kill_at_random_points_then_resume_is_as_if_never_killed(whole, tmp_path
     process = start(*ARGUMENTS, "--out", str(folder))
     kills = 0
     for _ in range(4):
-        wait_for(process, folder, min(lines(folder) + dice.randint(1, 20), ROUNDS - 1))
+        wait_for(process, folder, min(lines(folder) + dice.randint(1, 15), ROUNDS - 1))
         time.sleep(dice.random() * 0.02)
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)

@@ -500,6 +500,8 @@ def test_the_guard_keeps_gamma_while_the_mean_says_less_than_nothing(swa):
     assert float(kept.notes.proxy_loss_before) > math.log(3)
     assert float(kept.notes.gamma) == pytest.approx(0.9) and float(paper.notes.gamma) < 0.75
     assert not torch.allclose(kept.notes.lambdas, shares(replies.weights), rtol=1e-2)
+    strict, _ = replace(law, guard=1e9).aggregate((), server, loud, context)
+    assert float(strict.notes.gamma) == pytest.approx(0.9)  # kept, not raised to the lower end
 
 
 @pytest.mark.parametrize("kind", ["exponential", "quadratic"])
