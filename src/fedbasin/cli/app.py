@@ -248,18 +248,16 @@ def _compare(
         jobs = min(os.cpu_count() or 1, len(layout)) if on_cpu else 1
     run_with_progress(layout, console, data_dir, jobs)
     curves = read_curves([cell.path for cell in layout])
-    table = Table(title=Text(f"{base.data.name}, {base.partition.how}, {base.rounds} rounds"))
-    columns = (
-        "method",
-        "accuracy, last 10 rounds (%)",
-        f"rounds to {target:.0%}",
-        "seconds",
-        "seeds",
+    rows = [cells(row) for row in summarise(curves, target)]
+    table = Table(
+        title=Text(f"{base.data.name}, {base.partition.how}, {base.rounds} rounds"),
+        caption="accuracy: mean of the last 10 rounds, ± standard deviation over seeds",
     )
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
-    for row in summarise(curves, target):
-        table.add_row(*(Text(cell) for cell in cells(row)))
+    table.add_column("method", overflow="fold", min_width=min(max(len(r[0]) for r in rows), 20))
+    for column in ("accuracy (%)", f"rounds to {target:.0%}", "seconds", "seeds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
     console.print(table)
     figure = draw_curves(
         curves, path / "comparison.png", title=f"{base.data.name}, {base.partition.how}"
