@@ -1,4 +1,4 @@
-"""pfl-research 0.6.0: `FederatedAveraging` on its `SimulatedBackend`, rows already on the device."""
+"""pfl-research 0.6.0: `FederatedAveraging` on its `SimulatedBackend`, rows on the device."""
 
 import importlib.metadata
 import os

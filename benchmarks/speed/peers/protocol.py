@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -56,14 +57,12 @@ def cpu_seconds() -> float:
     total = me.ru_utime + me.ru_stime
     tick = os.sysconf("SC_CLK_TCK")
     family, parents = {os.getpid()}, {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(entry)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) / tick)
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        parents[int(entry.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) / tick)
     grown = True
     while grown:
         more = {pid for pid, (parent, _) in parents.items() if parent in family} - family
