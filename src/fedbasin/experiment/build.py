@@ -23,9 +23,11 @@ from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
-from fedbasin.sim.cohort import CohortExecutor, Compiled, Unsupported
+from fedbasin.sim.cohort import CohortExecutor, Unsupported
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
+
+COMPILE_PAYS = 50  # rounds; shorter runs end before compiling has paid for itself
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,9 @@ def pick_executor(
     if name == "loop" or (name == "auto" and not (on_cuda or small)):
         return loop
     sim = experiment.sim
-    compiled: Compiled = "wide" if on_cuda and trainer.net.compiles else "no"
+    compiled = on_cuda and trainer.net.compiles and experiment.rounds >= COMPILE_PAYS
     if sim.compile != "auto":
-        compiled = "all" if sim.compile == "on" else "no"
+        compiled = sim.compile == "on"
     memory = int(sim.memory * 2**30)
     try:
         return CohortExecutor(trainer, population, key, compiled, sim.chunk, memory)

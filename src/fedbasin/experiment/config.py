@@ -94,8 +94,8 @@ class SimConfig:
         dropout: chance that a drawn client does not answer.
         executor: how a cohort is trained: ``"loop"`` (one client after another), ``"cohort"`` (all
             as one matrix), or ``"auto"`` (the faster of the two for the device and the model).
-        compile: whether the cohort's step is compiled: ``"on"`` for every size of the active set,
-            ``"off"`` for none, ``"auto"`` on CUDA for the sizes that pay.
+        compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA, in runs of at
+            least 50 rounds.
         chunk: most clients that advance together; 0 is as many as the memory holds.
         memory: GiB that they may take; 0 is a share of what is free.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
