@@ -136,7 +136,7 @@ def test_padding_never_trains_anyone():
 
 
 def test_clients_that_have_finished_stand_still_beside_those_that_have_not():
-    """Five of seven active clients share a width of seven: the others must not drift on momentum."""
+    """Five of seven clients are active at a width of seven: the others must not drift."""
     settings = {"sizes": (29, 25, 21, 17, 13, 9, 5), "sgd": SGD(0.9, 0.1)}
     loop, cohort = executors("logistic", (1, 6, 6), **settings)
     everyone = tuple(range(7))
