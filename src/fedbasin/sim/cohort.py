@@ -27,7 +27,7 @@ from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.lane import Course, Lane, Progress, cloned
-from fedbasin.sim.loop import Gathered, Sent, client_key
+from fedbasin.sim.loop import Executor, Gathered, Sent, client_key
 from fedbasin.sim.population import Population
 
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 26, 32, 40, 50, 64, 80, 100, 128)
@@ -63,7 +63,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class CohortExecutor:
+class CohortExecutor(Executor):
     """Train a cohort as one matrix.
 
     Args:
