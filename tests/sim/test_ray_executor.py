@@ -180,9 +180,20 @@ def alone(tmp_path_factory):
     return shipped(folder)
 
 
+# Ray must have been left when the command ends, not only when the process does.
+PROGRAM = """
+import ray
+from fedbasin.cli import main
+try:
+    main()
+finally:
+    assert not ray.is_initialized()
+"""
+
+
 def start(*arguments, **how):
     return subprocess.Popen(
-        [sys.executable, "-m", "fedbasin", *arguments],
+        [sys.executable, "-c", PROGRAM, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -227,21 +238,38 @@ def session(leader):
 def test_ctrl_c_finishes_the_round_and_leaves_no_process(tmp_path):
     """The terminal signals Ray's processes too: they must finish the round all the same."""
     folder = tmp_path / "run"
-    sim = replace(EXPERIMENT.sim, executor="ray", workers=2, checkpoint_every=500)
+    sim = replace(EXPERIMENT.sim, executor="ray", workers=1, checkpoint_every=500)
     (tmp_path / "long.toml").write_text(replace(EXPERIMENT, rounds=2000, sim=sim).to_toml())
     process = start("run", tmp_path / "long.toml", "--out", folder, start_new_session=True)
     rounds = folder / "rounds.jsonl"
     while process.poll() is None and not (rounds.exists() and rounds.read_text()):
         time.sleep(0.01)
-    assert len(session(process.pid)) > 3  # it, Ray's own, two workers
+    assert len(session(process.pid)) > 3  # it, Ray's own and a worker
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and f"fedbasin resume {folder}" in output.replace("\n", "")
     assert (folder / "checkpoint.safetensors").exists()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while session(process.pid) and time.monotonic() < until:
         time.sleep(0.05)
     assert not session(process.pid)
+
+
+def test_workers_that_cannot_start_are_refused_with_the_reason(cluster):
+    def broken(trainer, population, key):
+        raise LookupError("no such engine")
+
+    with pytest.raises(ClusterError, match="not be started: LookupError: no such engine"):
+        on_ray(federation(), broken, workers=1)
+    with pytest.raises(ClusterError, match="not be started: no worker came up within 0 s"):
+        on_ray(federation(), LoopExecutor, workers=1, patience=0.0)
+
+
+def test_an_address_without_a_cluster_is_said_at_once():
+    with pytest.raises(
+        ClusterError, match=r"^sim.address: no Ray cluster at '127.0.0.1:1': .*refu"
+    ):
+        ray_executor._join("127.0.0.1:1", 0)
 
 
 def test_room_for_workers():

@@ -243,7 +243,8 @@ def _check_ray(experiment: Experiment) -> None:
     for name in ("workers", "address"):
         if getattr(sim, name) and sim.executor != "ray":
             raise ConfigError(f"sim.{name} is for Ray: set sim.executor=ray, or leave it out")
-    if "://" in sim.address:
+    host, _, port = sim.address.rpartition(":")
+    if sim.address not in ("", "auto") and ("/" in host or not host or not port.isdecimal()):
         raise ConfigError(
             f"sim.address is {sim.address!r}: start the run on a machine of the cluster and write "
             "auto, or host:port as ray start prints it"

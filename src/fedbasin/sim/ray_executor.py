@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from torch import Tensor
 
 from fedbasin.core.method import Plan, Replies
@@ -173,7 +174,7 @@ class RayExecutor(Executor):
             except RayError as error:
                 cause = _cause(error)
                 if not isinstance(cause, RayError):
-                    raise cause from None  # the engine's own error, not a lost worker
+                    raise cause from error  # the engine's own, not a lost worker
                 shard = f"round {sent.round + 1}, shard {n + 1} of {count} ({_names(shards[n])})"
                 tries[n] = self._replace(n, tries[n], shard, error)
                 waiting[submit(n)] = n
@@ -198,7 +199,12 @@ class RayExecutor(Executor):
 
     def _introduced(self, ready: Any) -> Ready:
         """Wait for a worker to start, and refuse one that runs other code."""
-        found: Ready = ray.get(ready, timeout=self._patience)
+        try:
+            found: Ready = ray.get(ready, timeout=self._patience)
+        except GetTimeoutError as error:
+            raise GetTimeoutError(
+                f"no worker came up within {self._patience:.0f} s; the cluster may have no room"
+            ) from error
         if found.versions != versions():
             raise ClusterError(f"a Ray worker has {found.versions}, this process {versions()}")
         return found
@@ -257,10 +263,12 @@ def _join(address: str, workers: int) -> None:
     """Start Ray on this machine, or join the cluster at an address."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing is reported to anyone
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's default to come
-    settings: dict[str, Any] = {"include_dashboard": False, "num_cpus": workers or None}
-    if address:
-        settings = {}
+    here: dict[str, Any] = {"include_dashboard": False, "num_cpus": workers or None}
     try:
+        if address and address != "auto":
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), 10).close()  # Ray waits for minutes
+        settings = {} if address else here
         ray.init(address=address or "local", logging_level=logging.ERROR, **settings)
     except (OSError, RuntimeError, ValueError) as error:
         where = f"sim.address: no Ray cluster at {address!r}" if address else "Ray cannot start"
@@ -286,7 +294,7 @@ def _gathered(
     rows: Rows = rebuild(parts[0][0], joined)
     samples = np.array([part.replies.weights.sum() for part, _ in parts])
     losses = np.array([loss for _, loss in parts])
-    loss = (losses * samples)[samples > 0].sum() / max(samples.sum(), 1)
+    loss = (losses * samples).sum() / samples.sum()
     own = [row(rows.own, i) for i in range(count)]
     return Gathered(rows.replies, rows.buffers, own, torch.tensor(loss, device=device))
 
@@ -306,7 +314,7 @@ def _tensors(tree: Any, device: torch.device) -> Any:
 
 def _leaves(tree: Any) -> list[Any]:
     found: list[Any] = []
-    rebuild(tree, lambda _, leaf: found.append(leaf)) 
+    rebuild(tree, lambda _, leaf: found.append(leaf))
     return found
 
 
