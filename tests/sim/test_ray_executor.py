@@ -91,6 +91,7 @@ def test_any_number_of_workers_gives_the_result_of_one_process(cluster, engine, 
         found = history(spread)
         assert spread.executor.facts() == {
             "executor": "ray",
+            "cluster": cluster,
             "workers": workers,
             "workers_engine": "loop" if engine is LoopExecutor else "cohort",
             "workers_lost": 0,
@@ -217,6 +218,7 @@ def test_a_run_resumed_with_other_workers_on_a_cluster_ends_the_same(cluster, al
     assert process.returncode == 0, output
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["executor"], summary["workers"]) == ("ray", 1)
+    assert summary["cluster"] == cluster
     assert summary["workers_engine"] == "cohort"  # what auto takes for this model
     torch.testing.assert_close(shipped(folder), alone, rtol=1e-9, atol=1e-11)
 

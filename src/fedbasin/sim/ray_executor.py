@@ -134,6 +134,7 @@ class RayExecutor(Executor):
         try:
             if self._joined:
                 _join(address, workers)
+            self._cluster = ray.get_runtime_context().gcs_address
             count, gpus = room(ray.cluster_resources(), workers, trainer.net.device.type == "cuda")
             self._actor = ray.remote(Worker).options(num_cpus=1, num_gpus=gpus, max_restarts=0)
             rows = (population.inputs.cpu().numpy(), population.labels.cpu().numpy())
@@ -181,9 +182,10 @@ class RayExecutor(Executor):
         return _gathered([parts[n] for n in range(count)], places, sent.vector.device)
 
     def facts(self) -> dict[str, Any]:
-        """Name the executor, its workers, what they run, and how many were lost."""
+        """Name the executor, its cluster and workers, what they run, and how many were lost."""
         return {
             "executor": "ray",
+            "cluster": self._cluster,
             "workers": len(self._workers),
             "workers_engine": self._engine,
             "workers_lost": self._lost,
