@@ -123,5 +123,6 @@ def test_a_net_on_a_device_is_the_same_net_with_memory_of_its_own():
     x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
     vector, _ = net.initial()
     assert torch.equal(net(vector + 1, x).logits, other(vector + 1, x).logits)
+    assert Net(nn.Linear(2, 2), mixed=True).on("cpu").mixed and not other.mixed
     assert net.on("meta").initial()[0].is_meta and net.device.type == "cpu"
     assert not net.initial()[0].is_meta and torch.isfinite(net(vector, x).logits).all()

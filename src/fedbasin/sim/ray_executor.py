@@ -29,7 +29,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from torch import Tensor
 
-from fedbasin.core.method import Plan, Replies
+from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key
 from fedbasin.core.tree import rebuild, row, stack
 from fedbasin.local.batches import count_steps
@@ -100,6 +100,11 @@ class Worker:
         rows = Rows(gathered.replies, gathered.buffers, stack(gathered.own))
         return _arrays(rows), float(gathered.train_loss)
 
+    def probe(self, clients: np.ndarray, sent: Sent) -> Probe:
+        """Return the full gradients of a shard."""
+        found: Probe = _arrays(self._engine.probe(clients, _tensors(sent, self._device)))
+        return found
+
 
 class RayExecutor(Executor):
     """Train a cohort in shards on Ray actors, to the result of one process.
@@ -156,30 +161,28 @@ class RayExecutor(Executor):
     def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
         """Deal the clients of a cohort to the workers and join what they send back."""
         steps = np.array([count_steps(plan, int(n), self._batch) for n in self._sizes[cohort]])
-        order, count = np.argsort(-steps, kind="stable"), min(len(self._workers), len(cohort))
-        places = [order[n::count] for n in range(count)]  # long and short clients for everyone
         common = ray.put(_arrays(sent))
-        shards = [cohort[place] for place in places]
-        owns = [_arrays(stack([states.get(int(c)) for c in shard])) for shard in shards]
 
-        def submit(n: int) -> Any:
-            return self._workers[n].train.remote(shards[n], owns[n], common, plan)
+        def submit(worker: Any, shard: np.ndarray) -> Any:
+            own = stack([states.get(int(client)) for client in shard])
+            return worker.train.remote(shard, _arrays(own), common, plan)
 
-        parts: dict[int, tuple[Rows, float]] = {}
-        waiting, tries = {submit(n): n for n in range(count)}, [0] * count
-        while waiting:
-            (done,), _ = ray.wait(list(waiting))
-            n = waiting.pop(done)
-            try:
-                parts[n] = ray.get(done)
-            except RayError as error:
-                cause = _cause(error)
-                if not isinstance(cause, RayError):
-                    raise cause from error  # the engine's own, not a lost worker
-                shard = f"round {sent.round + 1}, shard {n + 1} of {count} ({_names(shards[n])})"
-                tries[n] = self._replace(n, tries[n], shard, error)
-                waiting[submit(n)] = n
-        return _gathered([parts[n] for n in range(count)], places, sent.vector.device)
+        places, parts = self._dealt(cohort, steps, sent.round, submit)
+        rows: Rows = _joined([part for part, _ in parts], places, sent.vector.device)
+        samples = np.array([part.replies.weights.sum() for part, _ in parts])
+        losses = np.array([loss for _, loss in parts])
+        loss = torch.tensor((losses * samples).sum() / samples.sum(), device=sent.vector.device)
+        own = [row(rows.own, i) for i in range(len(cohort))]
+        return Gathered(rows.replies, rows.buffers, own, loss)
+
+    def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
+        """Return the cohort's full gradients at the model it was sent."""
+        common = ray.put(_arrays(sent))
+        places, parts = self._dealt(
+            cohort, self._sizes[cohort], sent.round, lambda w, shard: w.probe.remote(shard, common)
+        )
+        found: Probe = _joined(parts, places, sent.vector.device)
+        return found
 
     def facts(self) -> dict[str, Any]:
         """Name the executor, its cluster and workers, what they run, and how many were lost."""
@@ -198,6 +201,29 @@ class RayExecutor(Executor):
         self._workers = []
         if self._joined:
             ray.shutdown()
+
+    def _dealt(
+        self, cohort: np.ndarray, work: np.ndarray, round: int, submit: Callable[..., Any]
+    ) -> tuple[list[np.ndarray], list[Any]]:
+        """Deal a cohort to the workers; return each shard's places in it, and its result."""
+        order, count = np.argsort(-work, kind="stable"), min(len(self._workers), len(cohort))
+        places = [order[n::count] for n in range(count)]  # long and short clients for everyone
+        shards, tries = [cohort[place] for place in places], [0] * count
+        waiting = {submit(self._workers[n], shards[n]): n for n in range(count)}
+        parts: dict[int, Any] = {}
+        while waiting:
+            (done,), _ = ray.wait(list(waiting))
+            n = waiting.pop(done)
+            try:
+                parts[n] = ray.get(done)
+            except RayError as error:
+                cause = _cause(error)
+                if not isinstance(cause, RayError):
+                    raise cause from error  # the engine's own, not a lost worker
+                shard = f"round {round + 1}, shard {n + 1} of {count} ({_names(shards[n])})"
+                tries[n] = self._replace(n, tries[n], shard, error)
+                waiting[submit(self._workers[n], shards[n])] = n
+        return places, [parts[n] for n in range(count)]
 
     def _introduced(self, ready: Any) -> Ready:
         """Wait for a worker to start, and refuse one that runs other code."""
@@ -277,28 +303,20 @@ def _join(address: str, workers: int) -> None:
         raise ClusterError(f"{where}: {_last_line(error)}") from error
 
 
-def _gathered(
-    parts: list[tuple[Rows, float]], places: list[np.ndarray], device: torch.device
-) -> Gathered:
-    """Put the shards together in the order of the cohort."""
-    count = sum(len(place) for place in places)
-    columns = zip(*(_leaves(rows) for rows, _ in parts), strict=True)
+def _joined(parts: list[Any], places: list[np.ndarray], device: torch.device) -> Any:
+    """Put the rows of the shards together in the order of the cohort."""
+    columns = zip(*(_leaves(part) for part in parts), strict=True)
 
-    def joined(_: str, first: Any) -> Any:
+    def whole(_: str, first: Any) -> Any:
         column = next(columns)
         if not isinstance(first, np.ndarray):
             return first
-        whole = np.empty((count, *first.shape[1:]), first.dtype)
+        rows = np.empty((sum(map(len, places)), *first.shape[1:]), first.dtype)
         for place, shard in zip(places, column, strict=True):
-            whole[place] = shard
-        return torch.from_numpy(whole).to(device)
+            rows[place] = shard
+        return torch.from_numpy(rows).to(device)
 
-    rows: Rows = rebuild(parts[0][0], joined)
-    samples = np.array([part.replies.weights.sum() for part, _ in parts])
-    losses = np.array([loss for _, loss in parts])
-    loss = (losses * samples).sum() / samples.sum()
-    own = [row(rows.own, i) for i in range(count)]
-    return Gathered(rows.replies, rows.buffers, own, torch.tensor(loss, device=device))
+    return rebuild(parts[0], whole)
 
 
 def _arrays(tree: Any) -> Any:
