@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,18 @@ def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setenv("FEDBASIN_DEBUG", "1")
     with pytest.raises(ValueError, match="nowhere"):
         main()
+
+
+def test_runs_that_use_all_workers_of_ray_are_compared_one_by_one(monkeypatch, tmp_path):
+    seen = []
+
+    def watch(layout, console, data_dir, jobs):
+        seen.append(jobs)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(sys.modules["fedbasin.cli.app"], "run_with_progress", watch)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    for executor in ("ray", "loop"):
+        invoke("compare", "fedavg", "--out", str(tmp_path), "--set", f"sim.executor={executor}",
+               "--device", "cpu")  # fmt: skip
+    assert seen == [1, 3]

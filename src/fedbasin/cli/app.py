@@ -244,8 +244,8 @@ def _compare(
     from fedbasin.report.table import cells, read_curves, summarise
 
     if jobs is None:
-        on_cpu = pick_device(base.sim.device).type == "cpu"
-        jobs = min(os.cpu_count() or 1, len(layout)) if on_cpu else 1
+        alone = pick_device(base.sim.device).type != "cpu" or base.sim.executor == "ray"
+        jobs = 1 if alone else min(os.cpu_count() or 1, len(layout))
     run_with_progress(layout, console, data_dir, jobs)
     curves = read_curves([cell.path for cell in layout])
     rows = [cells(row) for row in summarise(curves, target)]

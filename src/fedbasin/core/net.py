@@ -83,6 +83,10 @@ class Net:
         """Return fresh copies of the module's own weights [P] and statistics [Q]."""
         return self._initial.clone(), self._initial_buffers.clone()
 
+    def on(self, device: torch.device | str) -> Net:
+        """Return the same network on another device."""
+        return Net(copy.deepcopy(self._training.module), device, self.dtype, mixed=self.mixed)
+
     def __call__(
         self,
         vector: Tensor,

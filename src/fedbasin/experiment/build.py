@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,6 @@ def build(
     draw_cohort(participation, eligible, key.fold("cohort", 0))  # says what is wrong before the run
     return Federation(
         method=method,
-        executor=pick_executor(experiment, trainer, population, key),
         context=context,
         schedule=_schedule(experiment),
         participation=participation,
@@ -150,6 +150,8 @@ def build(
         recalibrate=_recalibration(experiment, net, proxy),
         evaluate_every=experiment.sim.evaluate_every,
         evaluate_last=experiment.sim.evaluate_last,
+        # Last: what starts processes does so once nothing else can be wrong.
+        executor=pick_executor(experiment, trainer, population, key),
     )
 
 
@@ -161,6 +163,8 @@ def pick_executor(
     On a CPU the matrix saves Python's time but not arithmetic, so it wins only where a step is
     mostly overhead: networks without convolutions of up to a few hundred thousand weights.
     """
+    if experiment.sim.executor == "ray":
+        return _on_ray(experiment, trainer, population, key)
     loop = LoopExecutor(trainer, population, key)
     name, on_cuda = experiment.sim.executor, trainer.net.device.type == "cuda"
     small = trainer.net.layout.size < 300_000 and all(
@@ -179,6 +183,34 @@ def pick_executor(
         if name == "cohort":
             raise ConfigError(f"sim.executor: cohort cannot be used: {reason}") from reason
         return loop
+
+
+def _on_ray(experiment: Experiment, trainer: Trainer, population: Population, key: Key) -> Executor:
+    try:
+        from fedbasin.sim.ray_executor import RayExecutor
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            "sim.executor: ray is not installed; pip install 'fedbasin[ray]'"
+        ) from error
+    return RayExecutor(
+        trainer,
+        population,
+        key,
+        partial(_for_worker, experiment),
+        workers=experiment.sim.workers,
+        address=experiment.sim.address,
+    )
+
+
+def _for_worker(
+    experiment: Experiment, trainer: Trainer, population: Population, key: Key
+) -> Executor:
+    """Choose the executor of one Ray worker, for the device that the worker has."""
+    pick_precision(experiment.sim.precision, trainer.net.device)
+    alone = replace(experiment.sim, executor="auto", workers=0, address="")
+    return pick_executor(replace(experiment, sim=alone), trainer, population, key)
 
 
 def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,10 @@ class SimConfig:
         participation: who takes part, such as ``"fraction(rate=0.1)"``.
         dropout: chance that a drawn client does not answer.
         executor: how a cohort is trained: ``"loop"`` (one client after another), ``"cohort"`` (all
-            as one matrix), or ``"auto"`` (the faster of the two for the device and the model).
+            as one matrix), ``"auto"`` (the faster of the two for the device and the model), or
+            ``"ray"`` (shards of the cohort on Ray workers, each of which is on ``"auto"``).
+        workers: how many Ray workers; 0 is one for each GPU of the cluster, or for each core.
+        address: a running Ray cluster, ``"auto"`` or ``"host:port"``; empty starts one here.
         compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA, in runs of at
             least 50 rounds.
         chunk: most clients that advance together; 0 is as many as the memory holds.
@@ -110,7 +113,9 @@ class SimConfig:
 
     participation: str = "fraction(rate=0.1)"
     dropout: float = 0.0
-    executor: Literal["auto", "loop", "cohort"] = "auto"
+    executor: Literal["auto", "loop", "cohort", "ray"] = "auto"
+    workers: int = 0
+    address: str = ""
     compile: Literal["auto", "on", "off"] = "auto"
     chunk: int = 0
     memory: float = 0.0
@@ -219,6 +224,7 @@ def _check_ranges(experiment: Experiment) -> None:
             ("local.batch", experiment.local.batch, 1),
             ("local.weight_decay", experiment.local.weight_decay, 0),
             ("local.clip", experiment.local.clip, 0),
+            ("sim.workers", experiment.sim.workers, 0),
             ("sim.chunk", experiment.sim.chunk, 0),
             ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
             ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
@@ -236,7 +242,20 @@ def _check_ranges(experiment: Experiment) -> None:
         raise ConfigError(f"data.imbalance must be in (0, 1], got {e.data.imbalance}")
 
 
-_CHECKS = (_check_expressions, _check_ranges)
+def _check_ray(experiment: Experiment) -> None:
+    sim = experiment.sim
+    for name in ("workers", "address"):
+        if getattr(sim, name) and sim.executor != "ray":
+            raise ConfigError(f"sim.{name} is for Ray: set sim.executor=ray, or leave it out")
+    host, _, port = sim.address.rpartition(":")
+    if sim.address not in ("", "auto") and ("/" in host or not host or not port.isdecimal()):
+        raise ConfigError(
+            f"sim.address is {sim.address!r}: start the run on a machine of the cluster and write "
+            "auto, or host:port as ray start prints it"
+        )
+
+
+_CHECKS = (_check_expressions, _check_ranges, _check_ray)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Experiment:

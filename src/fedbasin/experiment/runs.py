@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib import metadata
 from multiprocessing import get_context
@@ -48,16 +49,17 @@ def run(
             "another folder"
         )
     experiment = experiment.resolved()
-    federation = build(experiment, data_dir=data_dir, archive=Archive(folder.archive))
-    folder.path.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder.config, experiment.to_toml())
-    return run_federation(
-        federation,
-        folder,
-        facts(experiment),
-        checkpoint_every=experiment.sim.checkpoint_every,
-        on_round=on_round,
-    )
+    built = build(experiment, data_dir=data_dir, archive=Archive(folder.archive))
+    with closing(built) as federation:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder.config, experiment.to_toml())
+        return run_federation(
+            federation,
+            folder,
+            facts(experiment),
+            checkpoint_every=experiment.sim.checkpoint_every,
+            on_round=on_round,
+        )
 
 
 def resume(
@@ -70,13 +72,15 @@ def resume(
     if folder.model.exists():
         return folder.read_summary()
     experiment = from_mapping(read_config(folder.config))
-    return run_federation(
-        build(experiment, data_dir=data_dir, archive=Archive(folder.archive)),
-        folder,
-        facts(experiment),
-        checkpoint_every=experiment.sim.checkpoint_every,
-        on_round=on_round,
-    )
+    built = build(experiment, data_dir=data_dir, archive=Archive(folder.archive))
+    with closing(built) as federation:
+        return run_federation(
+            federation,
+            folder,
+            facts(experiment),
+            checkpoint_every=experiment.sim.checkpoint_every,
+            on_round=on_round,
+        )
 
 
 def compare(

@@ -28,7 +28,7 @@ from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.lane import Course, Lane, Progress, cloned
-from fedbasin.sim.loop import Gathered, Sent, client_key
+from fedbasin.sim.loop import Executor, Gathered, Sent, client_key
 from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
 from fedbasin.sim.survey import gradients, survey
@@ -67,7 +67,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class CohortExecutor:
+class CohortExecutor(Executor):
     """Train a cohort as one matrix.
 
     Args:

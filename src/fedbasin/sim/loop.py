@@ -50,6 +50,10 @@ class Executor(Protocol):
         """Return what a run's summary says about the executor."""
         ...
 
+    def close(self) -> None:
+        """Let go of processes and clusters; a closed executor trains no more."""
+        return
+
 
 def client_key(key: Key, round: int, client: int) -> Key:
     """Return the randomness of one client in one round."""
@@ -57,7 +61,7 @@ def client_key(key: Key, round: int, client: int) -> Key:
 
 
 @dataclass(frozen=True)
-class LoopExecutor:
+class LoopExecutor(Executor):
     """Train clients one by one.
 
     Args:

@@ -84,6 +84,10 @@ class Federation:
         states = ClientStates(self.method.rules(), vector)
         return Server(0, vector, vector, buffers, state), states
 
+    def close(self) -> None:
+        """Let go of what the executor holds, such as processes."""
+        self.executor.close()
+
     def rounds_from(
         self, server: Server, states: ClientStates
     ) -> Iterator[tuple[Server, RoundRecord]]:
