@@ -20,7 +20,7 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.experiment.build import build, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
-from fedbasin.sim import Diverged
+from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
 
 OnRound = Callable[[RoundRecord], None]
@@ -48,7 +48,7 @@ def run(
             "another folder"
         )
     experiment = experiment.resolved()
-    federation = build(experiment, data_dir=data_dir, archive=Archive(folder.archive))
+    federation = _built(experiment, folder, data_dir)
     folder.path.mkdir(parents=True, exist_ok=True)
     write_atomically(folder.config, experiment.to_toml())
     return run_federation(
@@ -71,11 +71,20 @@ def resume(
         return folder.read_summary()
     experiment = from_mapping(read_config(folder.config))
     return run_federation(
-        build(experiment, data_dir=data_dir, archive=Archive(folder.archive)),
+        _built(experiment, folder, data_dir),
         folder,
         facts(experiment),
         checkpoint_every=experiment.sim.checkpoint_every,
         on_round=on_round,
+    )
+
+
+def _built(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Federation:
+    return build(
+        experiment,
+        data_dir=data_dir,
+        archive=Archive(folder.archive),
+        client_archive=Archive(folder.clients),
     )
 
 
