@@ -180,3 +180,20 @@ def test_bad_settings_are_refused(name):
         parse(f"{name}(momentum=1.0)", "method")
     with pytest.raises(ValueError, match="server_lr must be above 0, got 0"):
         parse(f"{name}(server_lr=0.0)", "method")
+
+
+def test_the_recorded_loss_is_that_of_the_model_being_trained():
+    """Not that of the received one, at which the second gradient of a batch is taken."""
+    federation = linear_federation(Mime(0.0), rounds=1)
+    world = NumpyClients(federation)
+    cohort, losses, x = world.cohort(0), [], world.start
+    full = np.mean([world.gradient(x, *world.rows(i)) for i in cohort], axis=0)
+
+    def direction(v, inputs, labels):
+        losses.extend([world.loss(v, inputs, labels)] * len(labels))
+        return world.gradient(v, inputs, labels) - world.gradient(x, inputs, labels) + full
+
+    for i in cohort:
+        world.descend(0, i, x, direction)
+    _, record, _ = next(rounds_of(federation))
+    assert record.train_loss == pytest.approx(np.mean(losses), rel=1e-9)
