@@ -78,7 +78,7 @@ def trained(executor, plan, rules=(), cohort=(0, 1, 2, 3), rounds=2):
     for t in range(rounds):
         shared = tuple(() for _ in rules)
         gathered = executor.train(np.array(cohort), Sent(vector, buffers, shared, t), plan, states)
-        states.put(cohort, gathered.own)
+        states.put(cohort, gathered.own, t)
         vector = gathered.replies.models.mean(0)
     return gathered
 

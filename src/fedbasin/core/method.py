@@ -87,6 +87,7 @@ class Context:
         lr: the learning rate the cohort used.
         plan: how the cohort trains, once a round has begun.
         batch: the clients' batch size, B; 0 where it is not known.
+        examples: mean number of samples of a client; 0 where it is not known.
         proxy: server data, for methods that need ``"proxy"``.
         class_counts: [N, classes] samples by client and class, for those that need them.
         archive: files for models of clients, for methods that keep them on disk.
@@ -102,6 +103,7 @@ class Context:
     lr: float = 0.0
     plan: Plan | None = None
     batch: int = 0
+    examples: float = 0.0
     proxy: Proxy | None = None
     class_counts: Tensor | None = None
     archive: Archive | None = None

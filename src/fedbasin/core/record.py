@@ -6,6 +6,7 @@
     checkpoint.safetensors   where to resume
     model.safetensors        the final model
     archive/                 models of clients, for methods that keep them on disk
+    clients/                 what clients keep between rounds, where it does not fit in memory
 
 This module reads and writes text only, so reports need no tensors.
 """
@@ -112,6 +113,11 @@ class RunFolder:
     def archive(self) -> Path:
         """Models of clients that a method keeps on disk."""
         return self.path / "archive"
+
+    @property
+    def clients(self) -> Path:
+        """What clients keep between rounds, where it does not fit in memory."""
+        return self.path / "clients"
 
     def append(self, record: RoundRecord) -> None:
         """Add one line and hand it to the operating system at once."""

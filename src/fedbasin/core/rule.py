@@ -127,6 +127,10 @@ class LocalRule:
         """Return the model after the optimiser's step, changed where the rule wants it."""
         return vector, carry
 
+    def upload(self, carry: Any, start: Start, finish: Finish) -> Tensor:
+        """Return the vector [P] that is sent in place of the trained model."""
+        return finish.vector
+
     def end(self, carry: Any, start: Start, finish: Finish) -> tuple[Any, Any]:
         """Return the client's new own state and its report to the server."""
         return start.own, ()

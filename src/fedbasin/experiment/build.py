@@ -88,9 +88,20 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
 
 
 def build(
-    experiment: Experiment, *, data_dir: Path | None = None, archive: Archive | None = None
+    experiment: Experiment,
+    *,
+    data_dir: Path | None = None,
+    archive: Archive | None = None,
+    client_archive: Archive | None = None,
 ) -> Federation:
-    """Build everything a run needs; errors name the setting at fault."""
+    """Build everything a run needs; errors name the setting at fault.
+
+    Args:
+        experiment: the settings.
+        data_dir: a local mirror of the datasets.
+        archive: files for models that the method keeps.
+        client_archive: files for what clients keep, where it does not fit in memory.
+    """
     experiment = experiment.resolved()
     device = pick_device(experiment.sim.device)
     dtype = pick_precision(experiment.sim.precision, device)
@@ -118,6 +129,7 @@ def build(
         rounds=experiment.rounds,
         key=key,
         batch=experiment.local.batch,
+        examples=float(population.sizes.mean()),
         proxy=proxy,
         class_counts=_class_counts(method, population, rows.classes),
         archive=archive,
@@ -150,6 +162,8 @@ def build(
         recalibrate=_recalibration(experiment, net, proxy),
         evaluate_every=experiment.sim.evaluate_every,
         evaluate_last=experiment.sim.evaluate_last,
+        client_memory=experiment.sim.client_memory * 2**30,
+        client_archive=client_archive,
         # Last: what starts processes does so once nothing else can be wrong.
         executor=pick_executor(experiment, trainer, population, key),
     )

@@ -109,6 +109,8 @@ class SimConfig:
         evaluate_every: score the model every k rounds.
         evaluate_last: and in each of the last rounds.
         checkpoint_every: save every k rounds.
+        client_memory: most main memory, in GiB, for what all clients keep between rounds (SCAFFOLD,
+            FedDyn, ...); where they need more it lies in the run's folder.
     """
 
     participation: str = "fraction(rate=0.1)"
@@ -125,6 +127,7 @@ class SimConfig:
     evaluate_every: int = 1
     evaluate_last: int = 10
     checkpoint_every: int = 10
+    client_memory: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,7 @@ def _check_ranges(experiment: Experiment) -> None:
             ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
             ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
             ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
+            ("sim.client_memory", experiment.sim.client_memory, 0),
         ],
     )
     for name, value, least in low:

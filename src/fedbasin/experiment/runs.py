@@ -21,7 +21,7 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.experiment.build import build, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
-from fedbasin.sim import Diverged
+from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
 
 OnRound = Callable[[RoundRecord], None]
@@ -49,8 +49,7 @@ def run(
             "another folder"
         )
     experiment = experiment.resolved()
-    built = build(experiment, data_dir=data_dir, archive=Archive(folder.archive))
-    with closing(built) as federation:
+    with closing(_built(experiment, folder, data_dir)) as federation:
         folder.path.mkdir(parents=True, exist_ok=True)
         write_atomically(folder.config, experiment.to_toml())
         return run_federation(
@@ -72,8 +71,7 @@ def resume(
     if folder.model.exists():
         return folder.read_summary()
     experiment = from_mapping(read_config(folder.config))
-    built = build(experiment, data_dir=data_dir, archive=Archive(folder.archive))
-    with closing(built) as federation:
+    with closing(_built(experiment, folder, data_dir)) as federation:
         return run_federation(
             federation,
             folder,
@@ -81,6 +79,15 @@ def resume(
             checkpoint_every=experiment.sim.checkpoint_every,
             on_round=on_round,
         )
+
+
+def _built(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Federation:
+    return build(
+        experiment,
+        data_dir=data_dir,
+        archive=Archive(folder.archive),
+        client_archive=Archive(folder.clients),
+    )
 
 
 def compare(

@@ -3,6 +3,7 @@
 from fedbasin.local.batches import batches as batches
 from fedbasin.local.prox import Prox as Prox
 from fedbasin.local.schedules import constant as constant
+from fedbasin.local.sharpness import SAM as SAM
 from fedbasin.local.step import SGD as SGD
 from fedbasin.local.train import Received as Received
 from fedbasin.local.train import Shard as Shard

@@ -7,7 +7,7 @@ and momentum. Everything here is pure, so the cohort engine can `vmap` it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,6 +79,16 @@ def summed_gradient(look: Look) -> Tensor:
 
     gradient: Tensor = torch.func.grad(total)(look.vector)
     return gradient
+
+
+def other_loss(rules: tuple[LocalRule, ...]) -> Iterator[str]:
+    """Say why full gradients do not belong to steps on another loss."""
+    for rule in rules:
+        if "loss" in rule.owns:
+            yield (
+                f"the full gradients are of the cross-entropy, but {rule} trains on another loss; "
+                "drop one of the two"
+            )
 
 
 def by_autograd(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:

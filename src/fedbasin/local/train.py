@@ -102,12 +102,13 @@ class Trainer:
         ended = Finish(
             point.vector, _number(steps, received.vector), _number(plan.lr * steps, received.vector)
         )
-        ends = [
-            rule.end(carry, start, ended)
-            for rule, carry, start in zip(self.rules, point.carries, starts, strict=True)
-        ]
+        together = list(zip(self.rules, point.carries, starts, strict=True))
+        ends = [rule.end(carry, start, ended) for rule, carry, start in together]
+        uploaded = ended
+        for rule, carry, start in together:
+            uploaded = uploaded._replace(vector=rule.upload(carry, start, uploaded))
         return Trained(
-            vector=point.vector,
+            vector=uploaded.vector,
             buffers=point.buffers,
             own=tuple(own for own, _ in ends),
             reports=tuple(report for _, report in ends),

@@ -177,14 +177,16 @@ class CohortExecutor(Executor):
         progress = self._advance(progress, course, steps)
         lr_sum = course.limit.to(sent.vector.dtype) * plan.lr
         ended = Finish(progress.point.vector, course.limit.to(sent.vector.dtype), lr_sum)
-        ends = [
-            torch.func.vmap(rule.end, in_dims=(0, dims, 0))(carry, start, ended)
-            for rule, carry, (start, dims) in zip(
-                trainer.rules, progress.point.carries, starts, strict=True
-            )
-        ]
+        ends, uploaded = [], ended
+        for rule, carry, (start, dims) in zip(
+            trainer.rules, progress.point.carries, starts, strict=True
+        ):
+            axes = (0, dims, 0)
+            ends.append(torch.func.vmap(rule.end, in_dims=axes)(carry, start, ended))
+            sent_back = torch.func.vmap(rule.upload, in_dims=axes)(carry, start, uploaded)
+            uploaded = uploaded._replace(vector=sent_back)
         replies = Replies(
-            models=progress.point.vector,
+            models=uploaded.vector,
             weights=sizes.to(torch.float64),
             clients=course.clients,
             steps=course.limit.to(torch.float64),

@@ -95,7 +95,7 @@ class Worker:
         """Train a shard; return what its clients send back, and their mean training loss."""
         sent, own = _tensors(sent, self._device), _tensors(own, self._device)
         states = ClientStates(self._rules, sent.vector)
-        states.put(clients.tolist(), [row(own, i) for i in range(len(clients))])
+        states.put(clients.tolist(), [row(own, i) for i in range(len(clients))], sent.round)
         gathered = self._engine.train(clients, sent, plan, states)
         rows = Rows(gathered.replies, gathered.buffers, stack(gathered.own))
         return _arrays(rows), float(gathered.train_loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbasin.core.archive import Archive
 from fedbasin.core.expressions import Choice
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Served
 from fedbasin.core.record import RoundRecord
@@ -60,6 +62,8 @@ class Federation:
         recalibrate: renews statistics for a model, for the policy of that name.
         evaluate_every: score every k rounds.
         evaluate_last: and in each of the last rounds.
+        client_memory: most bytes of main memory for what all clients keep between rounds.
+        client_archive: files for it beyond that.
     """
 
     method: Method
@@ -76,12 +80,20 @@ class Federation:
     recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None
     evaluate_every: int = 1
     evaluate_last: int = 10
+    client_memory: float = math.inf
+    client_archive: Archive | None = None
 
     def begin(self) -> tuple[Server, ClientStates]:
         """Return the server and the clients before the first round."""
         vector, buffers = self.test.net.initial()
         state = self.method.init(vector, self.context)
-        states = ClientStates(self.method.rules(), vector)
+        states = ClientStates(
+            self.method.rules(),
+            vector,
+            clients=self.context.clients,
+            limit=self.client_memory,
+            archive=self.client_archive,
+        )
         return Server(0, vector, vector, buffers, state), states
 
     def close(self) -> None:
@@ -120,7 +132,7 @@ class Federation:
             trained = time.perf_counter()
             after, served = self._merge(server, gathered, context)
             record = self._merged(record, server, after, served, gathered)
-            states.put(cohort.tolist(), gathered.own)
+            states.put(cohort.tolist(), gathered.own, now)
             merged = time.perf_counter()
             record = replace(record, seconds_train=trained - began, seconds_merge=merged - trained)
         record = self._scored(record, after)

@@ -72,6 +72,7 @@ def run(
                 last = record.round == federation.rounds
                 if last or stopping() or record.round % checkpoint_every == 0:
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
+                    states.saved()
                     if federation.context.archive is not None:
                         federation.context.archive.sweep()
                 if stopping() and not last:
@@ -80,7 +81,7 @@ def run(
         except Diverged as error:
             status, reason = "diverged", str(error)
     summary = facts | {"status": status, "reason": reason} | _numbers(records, seconds())
-    summary |= federation.executor.facts()
+    summary |= federation.executor.facts() | {"client_states": states.where}
     folder.write_summary(summary)
     if status == "finished":
         _ship(federation, server, folder)
