@@ -109,6 +109,7 @@ def toy_federation(
             rounds,
             key,
             batch=4,
+            momentum=sgd.momentum if sgd else 0.0,
             proxy=examiner(slice(41, 56)),
             class_counts=population.class_counts(3),
             net=net,
@@ -296,10 +297,7 @@ def law_cohort_equals_loop(method: Method) -> None:
 def law_payload_is_what_the_card_says(method: Method) -> None:
     """A round moves as many models down and up as the card says, and a few numbers."""
     federation = toy_federation(method)
-    base = method
-    while isinstance(base, Wrapper):
-        base = base.inner
-    card = card_of(base)
+    card = card_of(method.base if isinstance(method, Wrapper) else method)
     servers, record = next(iter(federation.rounds_from(*federation.begin())))
     model = servers.send.numel() * servers.send.element_size()
     down = record.bytes_down / (record.replies + record.dropped)

@@ -115,6 +115,7 @@ def build(
         rounds=experiment.rounds,
         key=key,
         batch=experiment.local.batch,
+        momentum=experiment.local.momentum,
         proxy=proxy,
         class_counts=_class_counts(method, population, rows.classes),
         archive=archive,
