@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from fedbasin.core.catalogue import card_of
 from fedbasin.core.expressions import parse, text
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Wrapper
 from fedbasin.core.net import Net
+from fedbasin.core.permutations import Group
 from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.core.state import load, same, save
 from fedbasin.core.tree import flatten, rebuild
 from fedbasin.local import SGD, Trainer
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.loop import Sent
@@ -113,6 +116,7 @@ def toy_federation(
             proxy=examiner(slice(41, 56)),
             class_counts=population.class_counts(3),
             net=net,
+            permutations=None if module else _toy_permutations(),
         ),
         schedule=lambda round: Plan(0.3 * 0.9**round, 2),
         participation=parse(participation, "participation"),
@@ -138,6 +142,11 @@ class _ToyNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits."""
         return self.head(self.features(x))  # type: ignore[no-any-return]
+
+
+@cache
+def _toy_permutations() -> tuple[Group, ...]:
+    return permutations(_ToyNetwork(), torch.zeros(2, 4))
 
 
 def trajectory(method: Method, **settings: Any) -> list[Server]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedbasin.core.archive import Archive
 from fedbasin.core.expressions import ExpressionError, text
 from fedbasin.core.net import Net
+from fedbasin.core.permutations import Group
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import LocalRule, Rules, Setting, as_rules
 from fedbasin.core.tree import rebuild
@@ -93,6 +94,7 @@ class Context:
         archive: files for models of clients, for methods that keep them on disk.
         net: the network as a function of vectors, for methods that run its head.
         probe: this cohort's gradients, for methods that ask for them before training.
+        permutations: which units may change places, for methods that match neurons.
     """
 
     layout: Layout
@@ -109,6 +111,7 @@ class Context:
     archive: Archive | None = None
     net: Net | None = None
     probe: Probe | None = None
+    permutations: tuple[Group, ...] | None = None
 
     def at(self, round: int, lr: float, plan: Plan | None = None) -> Context:
         """Return the context of one round."""

@@ -9,10 +9,12 @@ from fedbasin.methods.fedcm import FedCM as FedCM
 from fedbasin.methods.fedexp import FedExP as FedExP
 from fedbasin.methods.fedgma import FedGMA as FedGMA
 from fedbasin.methods.fedlaw import FedLAW as FedLAW
+from fedbasin.methods.fedma import FedMA as FedMA
 from fedbasin.methods.fednova import FedNova as FedNova
 from fedbasin.methods.fedprox import FedProx as FedProx
 from fedbasin.methods.fedwcm import FedWCM as FedWCM
 from fedbasin.methods.fedyogi import FedYogi as FedYogi
+from fedbasin.methods.gamf import GAMF as GAMF
 from fedbasin.methods.ima import IMA as IMA
 from fedbasin.methods.ldawa import LDAWA as LDAWA
 from fedbasin.methods.scaffold import Scaffold as Scaffold
