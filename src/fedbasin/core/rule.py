@@ -92,6 +92,11 @@ class LocalRule:
     owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset()  # hooks only one rule may fill
     surveys: ClassVar[bool] = False  # whether `survey` is wanted before training
 
+    @property
+    def pull(self) -> float:
+        """The mu of a term mu (v - x) in `direction`; it shortens what gradients add up to."""
+        return 0.0
+
     def shared(self, context: Context) -> Any:
         """Return what the server sends to this rule where the method itself sends nothing."""
         return ()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbasin import data, partition
 from fedbasin.core.archive import Archive
@@ -18,11 +18,14 @@ from fedbasin.core.catalogue import card_of
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
+from fedbasin.core.permutations import Group
 from fedbasin.core.rng import Key, root, torch_draws_from
 from fedbasin.core.rule import Setting
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
+from fedbasin.models.atoms import SymmetryError
+from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
 from fedbasin.sim.cohort import CohortExecutor, Unsupported
 from fedbasin.sim.loop import Executor
@@ -130,10 +133,12 @@ def build(
         key=key,
         batch=experiment.local.batch,
         examples=float(population.sizes.mean()),
+        momentum=experiment.local.momentum,
         proxy=proxy,
         class_counts=_class_counts(method, population, rows.classes),
         archive=archive,
         net=net,
+        permutations=_permutations(method, module, transform(population.inputs[:2]), device),
     )
     _check_needs(method, context)
     trainer = Trainer(
@@ -292,6 +297,18 @@ def _class_counts(method: Method, population: Population, classes: int) -> Tenso
         method,
     )
     return population.class_counts(classes)
+
+
+def _permutations(
+    method: Method, module: nn.Module, example: Tensor, device: torch.device
+) -> tuple[Group, ...] | None:
+    """Return which units of the network may change places, for a method that matches neurons."""
+    if "permutations" not in needs_of(method):
+        return None
+    try:
+        return permutations(module, example, device)
+    except SymmetryError as error:
+        raise ConfigError(f"{method} matches neurons: {error}, or another model") from error
 
 
 def _recalibration(experiment: Experiment, net: Net, proxy: Examiner | None) -> Any:

@@ -45,13 +45,25 @@ class SGD:
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"clip must be above 0 or left out, got {self.clip}")
 
-    def length(self, steps: int) -> float:
+    def length(self, steps: int, pull: float = 0.0) -> float:
         """Return the accumulated weight of the gradients in K steps, a_i of FedNova.
 
-        With momentum rho, a = [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho).
+        It is how far K steps along a gradient that is always 1 lead, in units of eta. With
+        momentum rho, a = [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho); with a proximal term,
+        a <- (1 - eta mu) a + 1; with both, l <- rho l + 1 - eta mu a and a <- a + l.
+
+        Args:
+            steps: K.
+            pull: eta mu.
         """
         rho = self.momentum
-        return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+        if not pull:
+            return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+        speed = length = 0.0
+        for _ in range(steps):
+            speed = rho * speed + 1 - pull * length
+            length += speed
+        return length
 
 
 class Point(NamedTuple):

@@ -213,9 +213,13 @@ class Federation:
 
 
 def _notes(served: Served) -> dict[str, float | list[float]]:
-    """Return what the method wants recorded as plain numbers by name."""
+    """Return what the method wants recorded as plain numbers by name.
+
+    Notes of nested methods are a tuple; a note's place in it is not part of its name.
+    """
     plain: dict[str, float | list[float]] = {}
-    for name, leaf in flatten(served.notes):
+    for path, leaf in flatten(served.notes):
+        name = path.lstrip(".0123456789")
         if isinstance(leaf, Tensor):
             plain[name] = leaf.tolist()
         elif isinstance(leaf, int | float):
