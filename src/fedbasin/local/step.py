@@ -63,10 +63,14 @@ class Point(NamedTuple):
     carries: tuple[Any, ...]  # one for each rule
 
 
-def task_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy over the samples of a batch; padding has no weight."""
-    each = F.cross_entropy(logits, batch.labels, reduction="none")
+def batch_mean(each: Tensor, batch: Batch) -> Tensor:
+    """Return the mean of numbers [B] over the samples of a batch; padding has no weight."""
     return (each * batch.weight).sum() / batch.weight.sum().clamp(min=1)
+
+
+def task_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy over the samples of a batch."""
+    return batch_mean(F.cross_entropy(logits, batch.labels, reduction="none"), batch)
 
 
 def summed_gradient(look: Look) -> Tensor:
