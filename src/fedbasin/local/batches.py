@@ -8,6 +8,7 @@ batches of that endless stream.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -68,3 +69,11 @@ def batches(
         found.extend(epoch_order(key, epoch, rows, chances).split(batch))
         epoch += 1
     return found[:total]
+
+
+def proxy_batches(key: Tensor, epoch: int, rows: int, batch: int) -> Iterator[Tensor | None]:
+    """Yield the rows of each step of one pass over the server's own rows; None is all of them."""
+    if rows <= batch:
+        yield None
+    else:
+        yield from epoch_order(key, epoch, rows).split(batch)
