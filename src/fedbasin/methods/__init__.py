@@ -1,8 +1,11 @@
 """Room 5: the ways of merging, one file each. Importing the room fills the catalogue."""
 
+from fedbasin.methods.balancefl import BalanceFL as BalanceFL
 from fedbasin.methods.fedavg import FedAvg as FedAvg
 from fedbasin.methods.fedcda import FedCDA as FedCDA
 from fedbasin.methods.fedcm import FedCM as FedCM
+from fedbasin.methods.fedfa import FedFA as FedFA
+from fedbasin.methods.fedgrab import FedGraB as FedGraB
 from fedbasin.methods.fedlaw import FedLAW as FedLAW
 from fedbasin.methods.fedprox import FedProx as FedProx
 from fedbasin.methods.fedwcm import FedWCM as FedWCM
