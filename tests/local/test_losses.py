@@ -210,13 +210,3 @@ def test_two_replacing_losses_or_samplers_are_refused_and_one_of_each_is_not():
 def test_bad_settings_are_refused(text, message):
     with pytest.raises(ExpressionError, match=message):
         parse(text, "rule")
-
-
-@pytest.mark.parametrize("rule", COMPOSED)
-def test_the_compiled_step_takes_every_rule(rule):
-    federation = toy_federation(FedAvg(local=parse(rule, "rule")), rounds=1)
-    one = federation.executor
-    compiled = CohortExecutor(one.trainer, one.population, one.key, True, backend="eager")
-    a = one.train(federation.eligible, *sent(federation))
-    b = compiled.train(federation.eligible, *sent(federation))
-    torch.testing.assert_close(a.replies.models, b.replies.models, rtol=1e-9, atol=1e-12)

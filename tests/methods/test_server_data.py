@@ -10,7 +10,7 @@ from methods.numpy_network import one_hot, softmax
 
 from fedbasin.core.expressions import ExpressionError, parse
 from fedbasin.core.method import Served
-from fedbasin.core.rng import root
+from fedbasin.core.rng import normal, root
 from fedbasin.core.vectors import Layout
 from fedbasin.experiment import ConfigError, Experiment, build
 from fedbasin.experiment.config import DataConfig, PartitionConfig
@@ -78,6 +78,20 @@ def numpy_target(method, teachers, inputs):
     return sharp / sharp.sum(1, keepdims=True)
 
 
+def numpy_draws(method, base, models, key):
+    """Draws around the model that was sent: weights (12) and biases (3) apart."""
+    for number in range(method.samples):
+        noise = normal(key.fold(number).tensor(), torch.arange(15)).double().numpy()
+        sample = base.copy()
+        for part in (slice(0, 12), slice(12, 15)):
+            moved = np.array([m[part] - base[part] for m in models])
+            lengths = np.linalg.norm(moved, axis=1)
+            units = moved / lengths[:, None]
+            spread = np.sqrt(np.maximum(units.var(0), 1e-5))
+            sample[part] += lengths.mean() * (units.mean(0) + method.scale * spread * noise[part])
+        yield sample
+
+
 def case(method, seed=0):
     """A cohort's replies on the linear federation, with its context and the proxy rows."""
     federation = linear_federation(method, seed=seed)
@@ -101,6 +115,7 @@ def case(method, seed=0):
         FedBE(samples=0, epochs=4, lr=0.3),
         FedBE(samples=0, with_mean=False, mix="logits", temperature=2.0, epochs=3, lr=0.2),
         FedBE(samples=0, epochs=6, lr=0.3, average_from=2, average_every=3),
+        FedBE(samples=2, scale=0.5, epochs=3, lr=0.3),
     ],
     ids=lambda m: str(m)[:60],
 )
@@ -109,8 +124,9 @@ def test_each_refiner_equals_a_plain_numpy_server(method):
     served, _ = method.aggregate(method.init(server, context), server, replies, context)
     mean = np.average(models.numpy(), axis=0, weights=[3, 1, 0, 5])
     teachers = [models[i].numpy() for i in (0, 1, 3)]  # the client without a sample is none
+    key = context.key.fold(type(method).__name__.lower())
     if getattr(method, "with_mean", False):
-        teachers.append(mean)
+        teachers += [mean, *numpy_draws(method, server.numpy(), teachers, key)]
     target = one_hot(labels)
     if not isinstance(method, ServerFT):
         target = numpy_target(method, teachers, inputs)
@@ -119,7 +135,6 @@ def test_each_refiner_equals_a_plain_numpy_server(method):
         slope = (softmax(logits_of(v, inputs[rows])) - target[rows]) / len(rows)
         return slope_to_gradient(slope, inputs[rows])
 
-    key = context.key.fold(type(method).__name__.lower())
     expected = numpy_descent(method, mean, gradient, len(labels), key)
     np.testing.assert_allclose(served.send.numpy(), expected, rtol=1e-8, atol=1e-10)
     assert not np.allclose(expected, mean)

@@ -148,7 +148,7 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     "method",
     name="balancefl",
     paper="Shuai et al., IPSN 2022",
-    url="https://doi.org/10.1109/IPSN54338.2022.00029",
+    url="https://github.com/sxontheway/BalanceFL",
     is_fedavg_when="never: rows are drawn with replacement",
 )
 @dataclass(frozen=True)

@@ -159,8 +159,9 @@ class CReFF(Method):
         real = real / owners.clamp(min=1)[:, None, None]
         features = state.features
         for _ in range(self.match):
+            # Where nobody owns a class its real gradient is zero, and so is the slope.
             slope = matching_gradient(features, state.head, real, head)[1]
-            features = features - self.match_lr * (owners > 0)[:, None, None] * slope
+            features = features - self.match_lr * slope
         retrained = self._trained(head, features, context.key)
         score = head.put(mean, retrained)
         return Served(send=mean, score=score), CReFFState(features, retrained)
@@ -193,7 +194,7 @@ def matching_gradient(
     width, count = head.width, features.shape[1]
     inputs = head.inputs(features)
     p = torch.softmax(inputs @ matrix.T, -1)
-    q = p - torch.eye(head.classes).to(p)[:, None]
+    q = p - torch.eye(head.classes, dtype=p.dtype, device=p.device)[:, None]
     found = torch.einsum("cmk,cmd->ckd", q, inputs) / count
     total, slope = _one_minus_cosine(found[..., :width], real[..., :width])
     if head.bias is not None:

@@ -122,7 +122,8 @@ class FeatureAnchors(LocalRule):
         """Take one Adam step of the head on the mean cross-entropy of the anchors."""
         head, anchors = Head.of(net.layout), carry.shared.anchors
         matrix, inputs = head.matrix(vector), head.inputs(anchors)
-        wrong = torch.softmax(inputs @ matrix.T, 1) - torch.eye(len(anchors)).to(inputs)
+        right = torch.eye(len(anchors), dtype=inputs.dtype, device=inputs.device)
+        wrong = torch.softmax(inputs @ matrix.T, 1) - right
         moved, adam = carry.adam.step(matrix, wrong.T @ inputs / len(anchors), self.head_lr, _BETAS)
         moved = torch.where(carry.shared.calibrate > 0, moved, matrix)
         return head.put(vector, moved), carry._replace(adam=adam)
@@ -148,7 +149,7 @@ class FedFAState:
 
 @entry(
     "method",
-    paper="Zhou et al., IEEE TPAMI 2023",
+    paper="Zhou et al., IEEE TMC 2024",
     url="https://arxiv.org/abs/2211.09299",
     is_fedavg_when={"pull": 0.0, "head_lr": 0.0},
     exempt={
