@@ -92,3 +92,9 @@ def bits(key: Tensor, counter: Tensor) -> Tensor:
 def uniform(key: Tensor, counter: Tensor) -> Tensor:
     """Draw float32 numbers in [0, 1), one for every element of `counter`."""
     return (bits(key, counter) >> 8).to(torch.float32) * (1.0 / (1 << 24))
+
+
+def normal(key: Tensor, counter: Tensor) -> Tensor:
+    """Draw float32 numbers from N(0, 1), one for every element of `counter` (below 2^31)."""
+    angle, radius = uniform(key, 2 * counter), 1 - uniform(key, 2 * counter + 1)  # Box-Muller
+    return (-2 * radius.log()).sqrt() * torch.cos(2 * torch.pi * angle)

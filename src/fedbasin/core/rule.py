@@ -45,6 +45,7 @@ class Start(NamedTuple):
     examples: Tensor  # how many samples it holds, n_i
     class_counts: Tensor  # [classes] its samples by class
     survey: Any  # the sums this rule's `survey` found over the client's rows; () without one
+    buffers: Tensor | None = None  # [Q] the received statistics, for a forward pass at `vector`
 
 
 class Finish(NamedTuple):

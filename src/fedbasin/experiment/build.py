@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedbasin import data, partition
 from fedbasin.core.archive import Archive
-from fedbasin.core.catalogue import card_of
+from fedbasin.core.catalogue import card_of, cards
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
@@ -260,10 +260,12 @@ def _schedule(experiment: Experiment) -> Any:
 
 
 def needs_of(method: Method) -> set[str]:
-    """Return what a method and those inside it ask of the outside world."""
+    """Return what a method, those inside it and their clients' rules ask of the outside world."""
     card = card_of(method)
     inner = [getattr(method, p.name) for p in card.parameters]
-    return set(card.needs).union(*(needs_of(m) for m in inner if isinstance(m, Method)))
+    kinds = {type(rule) for rule in method.rules()}
+    rules = (c.needs for c in cards("rule") if c.make in kinds)
+    return set(card.needs).union(*(needs_of(m) for m in inner if isinstance(m, Method)), *rules)
 
 
 def _check_needs(method: Method, context: Context) -> None:

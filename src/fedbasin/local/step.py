@@ -75,10 +75,19 @@ class Point(NamedTuple):
     carries: tuple[Any, ...]  # one for each rule
 
 
-def task_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy over the samples of a batch; padding has no weight."""
-    each = F.cross_entropy(logits, batch.labels, reduction="none")
+def batch_mean(each: Tensor, batch: Batch) -> Tensor:
+    """Return the mean of numbers [B] over the samples of a batch; padding has no weight."""
     return (each * batch.weight).sum() / batch.weight.sum().clamp(min=1)
+
+
+def one_hot(labels: Tensor, like: Tensor) -> Tensor:
+    """Return 0 and 1 of the shape of logits [B, classes], also where torch's own is refused."""
+    return (labels[:, None] == torch.arange(like.shape[1], device=like.device)).to(like.dtype)
+
+
+def task_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy over the samples of a batch."""
+    return batch_mean(F.cross_entropy(logits, batch.labels, reduction="none"), batch)
 
 
 def summed_gradient(look: Look) -> Tensor:

@@ -168,6 +168,7 @@ class Trainer:
                 examples=_number(len(shard.labels), vector),
                 class_counts=counts,
                 survey=self._survey(rule, shared, shard, received),
+                buffers=received.buffers,
             )
             for rule, shared, own in zip(self.rules, received.shared, received.own, strict=True)
         )

@@ -1,17 +1,24 @@
 """Room 5: the ways of merging, one file each. Importing the room fills the catalogue."""
 
 from fedbasin.methods.adabest import AdaBest as AdaBest
+from fedbasin.methods.balancefl import BalanceFL as BalanceFL
+from fedbasin.methods.creff import CReFF as CReFF
 from fedbasin.methods.fedacg import FedACG as FedACG
 from fedbasin.methods.fedadagrad import FedAdagrad as FedAdagrad
 from fedbasin.methods.fedadam import FedAdam as FedAdam
 from fedbasin.methods.fedasam import FedASAM as FedASAM
 from fedbasin.methods.fedavg import FedAvg as FedAvg
 from fedbasin.methods.fedavgm import FedAvgM as FedAvgM
+from fedbasin.methods.fedbe import FedBE as FedBE
 from fedbasin.methods.fedcda import FedCDA as FedCDA
 from fedbasin.methods.fedcm import FedCM as FedCM
+from fedbasin.methods.feddf import FedDF as FedDF
 from fedbasin.methods.feddyn import FedDyn as FedDyn
 from fedbasin.methods.fedexp import FedExP as FedExP
+from fedbasin.methods.fedfa import FedFA as FedFA
+from fedbasin.methods.fedgen import FedGEN as FedGEN
 from fedbasin.methods.fedgma import FedGMA as FedGMA
+from fedbasin.methods.fedgrab import FedGraB as FedGraB
 from fedbasin.methods.fedlaw import FedLAW as FedLAW
 from fedbasin.methods.fedlesam import FedLESAM as FedLESAM
 from fedbasin.methods.fedma import FedMA as FedMA
@@ -29,5 +36,6 @@ from fedbasin.methods.mime import Mime as Mime
 from fedbasin.methods.mimelite import MimeLite as MimeLite
 from fedbasin.methods.mofedsam import MoFedSAM as MoFedSAM
 from fedbasin.methods.scaffold import Scaffold as Scaffold
+from fedbasin.methods.serverft import ServerFT as ServerFT
 from fedbasin.methods.swa import SWA as SWA
 from fedbasin.methods.wima import WIMA as WIMA

@@ -256,8 +256,9 @@ class CohortExecutor(Executor):
                 examples=sizes.to(dtype),
                 class_counts=counts.to(dtype),
                 survey=survey(rule, shared, trainer, self.population, clients, sent),
+                buffers=sent.buffers,
             )
-            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0)))  # type: ignore[arg-type]
+            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0, None)))  # type: ignore[arg-type]
         return found
 
     def _advance(self, progress: Progress, course: Course, steps: np.ndarray) -> Progress:
