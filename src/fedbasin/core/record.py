@@ -6,6 +6,8 @@
     checkpoint.safetensors   where to resume
     model.safetensors        the final model
     archive/                 models of clients, for methods that keep them on disk
+    snapshots/               models of chosen rounds, for analyses
+    analysis/                what analyses found
 
 This module reads and writes text only, so reports need no tensors.
 """
@@ -112,6 +114,16 @@ class RunFolder:
     def archive(self) -> Path:
         """Models of clients that a method keeps on disk."""
         return self.path / "archive"
+
+    @property
+    def snapshots(self) -> Path:
+        """Models of chosen rounds."""
+        return self.path / "snapshots"
+
+    @property
+    def analysis(self) -> Path:
+        """What analyses found."""
+        return self.path / "analysis"
 
     def append(self, record: RoundRecord) -> None:
         """Add one line and hand it to the operating system at once."""

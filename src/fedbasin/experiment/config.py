@@ -119,6 +119,26 @@ class SimConfig:
 
 
 @dataclass(frozen=True)
+class SnapshotConfig:
+    """Which models are kept for analyses; none by default.
+
+    Args:
+        rounds: the rounds whose models are kept, counted from 1.
+        every: keep those of every k-th round too; 0 keeps none.
+        clients: keep what each client of these rounds sent back, beside the server's models.
+    """
+
+    rounds: tuple[int, ...] = ()
+    every: int = 0
+    clients: bool = False
+
+    def chosen(self, rounds: int) -> frozenset[int]:
+        """Return the rounds to keep of a run of so many."""
+        regular = range(self.every, rounds + 1, self.every) if self.every else ()
+        return frozenset(self.rounds).union(regular)
+
+
+@dataclass(frozen=True)
 class Experiment:
     """A whole run.
 
@@ -131,6 +151,7 @@ class Experiment:
         partition: who holds it.
         local: how clients train.
         sim: how the federation is simulated.
+        snapshots: which models are kept for analyses.
     """
 
     method: str = "fedavg"
@@ -141,6 +162,7 @@ class Experiment:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     sim: SimConfig = field(default_factory=SimConfig)
+    snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
 
     def __post_init__(self) -> None:
         for check in _CHECKS:
@@ -178,8 +200,11 @@ class Experiment:
 _TOP: tuple[tuple[str, Kind], ...] = (("method", "method"), ("model", "model"))
 
 
-def _toml(value: str | bool | int | float) -> str:
-    """Write a scalar; JSON's strings are TOML's as long as nothing outside ASCII is escaped."""
+def _toml(value: str | bool | int | float | tuple[int, ...]) -> str:
+    """Write a scalar or a list of numbers.
+
+    JSON's strings are TOML's as long as nothing outside ASCII is escaped.
+    """
     if isinstance(value, float):
         return repr(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -219,6 +244,7 @@ def _check_ranges(experiment: Experiment) -> None:
             ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
             ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
             ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
+            ("snapshots.every", experiment.snapshots.every, 0),
         ],
     )
     for name, value, least in low:
@@ -230,6 +256,9 @@ def _check_ranges(experiment: Experiment) -> None:
             raise ConfigError(f"{name} must be in [0, 1), got {share}")
     if not 0 < e.data.imbalance <= 1:
         raise ConfigError(f"data.imbalance must be in (0, 1], got {e.data.imbalance}")
+    for round in e.snapshots.rounds:
+        if not 1 <= round <= e.rounds:
+            raise ConfigError(f"snapshots.rounds must lie in 1 to {e.rounds} (rounds), got {round}")
 
 
 _CHECKS = (_check_expressions, _check_ranges)
@@ -250,6 +279,7 @@ def _section(cls: type[Any], settings: Mapping[str, Any], path: str) -> Any:
             close = difflib.get_close_matches(key, names, n=3, cutoff=0.5) or names
             raise ConfigError(f"unknown setting {where!r}; there is {', '.join(close)}")
         wanted = hints[key]
+        value = tuple(value) if isinstance(value, list) else value  # TOML has no tuples
         if is_dataclass(wanted):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where} is a section: write [{where}] and its settings below")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,9 +20,10 @@ import torch
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
+from fedbasin.core.snapshot import Snapshots
 from fedbasin.experiment.build import build, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
-from fedbasin.sim import Diverged
+from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
 
 OnRound = Callable[[RoundRecord], None]
@@ -48,7 +51,8 @@ def run(
             "another folder"
         )
     experiment = experiment.resolved()
-    federation = build(experiment, data_dir=data_dir, archive=Archive(folder.archive))
+    federation = _federation(experiment, folder, data_dir)
+    _announce_snapshots(federation, folder)
     folder.path.mkdir(parents=True, exist_ok=True)
     write_atomically(folder.config, experiment.to_toml())
     return run_federation(
@@ -71,11 +75,53 @@ def resume(
         return folder.read_summary()
     experiment = from_mapping(read_config(folder.config))
     return run_federation(
-        build(experiment, data_dir=data_dir, archive=Archive(folder.archive)),
+        _federation(experiment, folder, data_dir),
         folder,
         facts(experiment),
         checkpoint_every=experiment.sim.checkpoint_every,
         on_round=on_round,
+    )
+
+
+def _federation(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Federation:
+    """Build what runs in a folder: its archive and its snapshots lie there."""
+    federation = build(experiment, data_dir=data_dir, archive=Archive(folder.archive))
+    chosen = experiment.snapshots.chosen(experiment.rounds)
+    snapshots = Snapshots(folder.snapshots, chosen, experiment.snapshots.clients)
+    return replace(federation, snapshots=snapshots)
+
+
+def snapshot_bytes(federation: Federation) -> int:
+    """Return how many bytes the snapshots of a run take up, at most."""
+    kept, test = federation.snapshots, federation.test
+    if kept is None:
+        return 0
+    number = torch.empty((), dtype=test.net.dtype).element_size()
+    vectors = 2 * len(kept.rounds)  # score and send
+    if kept.clients:
+        vectors += sum(1 + len(federation.cohort(round - 1)[1]) for round in kept.rounds)
+    return number * (
+        vectors * test.net.layout.size + len(kept.rounds) * test.net.buffer_layout.size
+    )
+
+
+def _announce_snapshots(federation: Federation, folder: RunFolder) -> None:
+    """Say what snapshots will take up before the run, and refuse what cannot fit."""
+    if federation.snapshots is None or not federation.snapshots.rounds:
+        return
+    disk = next(path for path in folder.path.absolute().parents if path.exists())
+    size, free = snapshot_bytes(federation) / 1e6, shutil.disk_usage(disk).free / 1e6
+    count = len(federation.snapshots.rounds)
+    if size > free:
+        raise ConfigError(
+            f"snapshots: {count} rounds take up to {size:,.0f} MB, {disk} has {free:,.0f} "
+            "MB left; keep fewer rounds or write snapshots.clients = false"
+        )
+    logging.getLogger(__name__).warning(
+        "snapshots: models of %d rounds take up to %s MB in %s",
+        count,
+        f"{size:,.1f}",
+        folder.snapshots,
     )
 
 

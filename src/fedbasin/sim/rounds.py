@@ -15,6 +15,7 @@ from fedbasin.core.expressions import Choice
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Served
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import Key
+from fedbasin.core.snapshot import Snapshot, Snapshots
 from fedbasin.core.tree import count_bytes, flatten
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.sim.clients import ClientStates
@@ -60,6 +61,7 @@ class Federation:
         recalibrate: renews statistics for a model, for the policy of that name.
         evaluate_every: score every k rounds.
         evaluate_last: and in each of the last rounds.
+        snapshots: which models are kept for analyses, and where.
     """
 
     method: Method
@@ -76,6 +78,7 @@ class Federation:
     recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None
     evaluate_every: int = 1
     evaluate_last: int = 10
+    snapshots: Snapshots | None = None
 
     def begin(self) -> tuple[Server, ClientStates]:
         """Return the server and the clients before the first round."""
@@ -83,6 +86,11 @@ class Federation:
         state = self.method.init(vector, self.context)
         states = ClientStates(self.method.rules(), vector)
         return Server(0, vector, vector, buffers, state), states
+
+    def cohort(self, round: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return who is drawn in a round, counted from 0, and who of them answers."""
+        drawn = draw_cohort(self.participation, self.eligible, self.key.fold("cohort", round))
+        return drawn, drop_out(drawn, self.dropout, self.key.fold("dropout", round))
 
     def rounds_from(
         self, server: Server, states: ClientStates
@@ -97,8 +105,7 @@ class Federation:
         now, method = server.round, self.method
         plan = method.plan(self.schedule, self.context.at(now, 0.0))
         context = self.context.at(now, plan.lr, plan)
-        drawn = draw_cohort(self.participation, self.eligible, self.key.fold("cohort", now))
-        cohort = drop_out(drawn, self.dropout, self.key.fold("dropout", now))
+        drawn, cohort = self.cohort(now)
         shared = method.broadcast(server.state, server.send, context)
         sent = Sent(server.send, server.buffers, shared, now)
         record = RoundRecord(
@@ -108,15 +115,17 @@ class Federation:
             dropped=len(drawn) - len(cohort),
             bytes_down=len(drawn) * count_bytes((sent.vector, sent.buffers, shared)),
         )
-        after = replace(server, round=now + 1)
+        after, replies = replace(server, round=now + 1), None
         if len(cohort):
             gathered = self.executor.train(cohort, sent, plan, states)
+            replies = gathered.replies
             trained = time.perf_counter()
             after, served = self._merge(server, gathered, context)
             record = self._merged(record, server, after, served, gathered)
             states.put(cohort.tolist(), gathered.own)
             merged = time.perf_counter()
             record = replace(record, seconds_train=trained - began, seconds_merge=merged - trained)
+        self._keep(server, after, replies)
         record = self._scored(record, after)
         return after, replace(record, seconds=time.perf_counter() - began)
 
@@ -134,6 +143,22 @@ class Federation:
             assert self.recalibrate is not None
             buffers = self.recalibrate(served.score, buffers)
         return Server(server.round + 1, served.send, served.score, buffers, state), served
+
+    def _keep(self, before: Server, after: Server, replies: Replies | None) -> None:
+        """Store the models of a round that was asked for."""
+        if self.snapshots is None or after.round not in self.snapshots.rounds:
+            return
+        send = None if after.send is after.score else after.send
+        snapshot = Snapshot(after.round, after.score, send, after.buffers)
+        if self.snapshots.clients and replies is not None:
+            snapshot = replace(
+                snapshot,
+                start=before.send,
+                models=replies.models,
+                weights=replies.weights,
+                clients=replies.clients,
+            )
+        self.snapshots.put(snapshot)
 
     def _statistics(self, server: Server, sent_back: Tensor, replies: Replies) -> Tensor:
         """Return the statistics that go with the merged model, before any recalibration."""
