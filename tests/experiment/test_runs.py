@@ -38,6 +38,7 @@ def test_a_run_learns_and_leaves_files_that_pandas_opens(finished):
     assert pandas.read_json(out / "summary.json", typ="series")["method"] == "fedavg"
     assert {p.name for p in out.iterdir()} == {
         "config.toml",
+        "partition.csv",
         "rounds.jsonl",
         "summary.json",
         "checkpoint.safetensors",

@@ -1,6 +1,7 @@
 """The run folder: what a run leaves behind, in files that pandas opens.
 
     config.toml              every setting, resolved
+    partition.csv            who holds how many rows of each class
     rounds.jsonl             one line a round, flushed as it is written
     summary.json             the headline numbers
     checkpoint.safetensors   where to resume
@@ -89,6 +90,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved settings."""
         return self.path / "config.toml"
+
+    @property
+    def partition(self) -> Path:
+        """Who holds what."""
+        return self.path / "partition.csv"
 
     @property
     def rounds(self) -> Path:

@@ -15,6 +15,7 @@ from fedbasin import data, partition
 from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import card_of
 from fedbasin.core.expressions import Choice, parse
+from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, root, torch_draws_from
@@ -145,6 +146,7 @@ def build(
         recalibrate=_recalibration(experiment, net, proxy),
         evaluate_every=experiment.sim.evaluate_every,
         evaluate_last=experiment.sim.evaluate_last,
+        holdings=Holdings(dataset.classes, population.class_counts(rows.classes).cpu().numpy()),
     )
 
 

@@ -7,7 +7,6 @@ ones; values are checked when the configuration is made, so a bad one costs no t
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 
 from fedbasin.core.catalogue import Kind
 from fedbasin.core.expressions import ExpressionError, fit, is_fit, parse, text, type_name
+from fedbasin.core.settings import write_toml
 
 
 class ConfigError(ValueError):
@@ -188,26 +188,10 @@ class Experiment:
 
     def to_toml(self) -> str:
         """Write every setting as TOML."""
-        top = {k: v for k, v in asdict(self).items() if not isinstance(v, dict)}
-        lines = [f"{key} = {_toml(value)}" for key, value in top.items()]
-        for name, section in asdict(self).items():
-            if isinstance(section, dict):
-                lines += ["", f"[{name}]"]
-                lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
-        return "\n".join(lines) + "\n"
+        return write_toml(asdict(self))
 
 
 _TOP: tuple[tuple[str, Kind], ...] = (("method", "method"), ("model", "model"))
-
-
-def _toml(value: str | bool | int | float | tuple[int, ...]) -> str:
-    """Write a scalar or a list of numbers.
-
-    JSON's strings are TOML's as long as nothing outside ASCII is escaped.
-    """
-    if isinstance(value, float):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _check_expressions(experiment: Experiment) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.expressions import Choice
+from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Served
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import Key
@@ -62,6 +63,7 @@ class Federation:
         evaluate_every: score every k rounds.
         evaluate_last: and in each of the last rounds.
         snapshots: which models are kept for analyses, and where.
+        holdings: who holds what, for the record.
     """
 
     method: Method
@@ -79,6 +81,7 @@ class Federation:
     evaluate_every: int = 1
     evaluate_last: int = 10
     snapshots: Snapshots | None = None
+    holdings: Holdings | None = None
 
     def begin(self) -> tuple[Server, ClientStates]:
         """Return the server and the clients before the first round."""
