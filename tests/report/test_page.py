@@ -3,7 +3,9 @@ import json
 import re
 import shlex
 import time
+from hashlib import sha256
 from html.parser import HTMLParser
+from importlib import resources
 from statistics import fmean, stdev
 
 import pytest
@@ -119,6 +121,14 @@ def test_the_page_asks_nothing_of_the_network(page):
     assert "unsafe-inline" not in policy.split(";")[1]
 
 
+def test_the_charting_code_is_what_its_note_says():
+    assets = resources.files("fedbasin.report") / "assets"
+    note = (assets / "README.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"\| `([\w.-]+\.js)` .* `([0-9a-f]{64})` \|", note))
+    found = {file.name: sha256(file.read_bytes()).hexdigest() for file in assets.iterdir()}
+    assert len(told) == 2 and told.items() <= found.items()
+
+
 def test_hostile_text_is_text(tmp_path):
     folder = make_run(
         tmp_path / 'a"><svg onload=alert(3)>', HOSTILE, notes={HOSTILE: 0.5},
@@ -166,7 +176,8 @@ def test_numbers_that_do_not_exist_leave_a_page_that_opens(tmp_path):
 def test_what_three_seeds_can_say_is_said(compared, page):
     text = " ".join(html.unescape(re.sub("<[^>]+>", "", page.split("<script")[0])).split())
     assert "paired t-test on 3 pairs" in text and "not corrected for testing 2 methods" in text
-    assert "p < 0.025 (0.05 / 2)" in text and "p = 0.25 with 3" in text
+    assert "p < 0.025 (0.05 / 2)" in text and "p = 0.25 with 3 pairs" in text
+    assert "with 3 pairs, the mean must be 2.5 times" in text  # 4.303 / sqrt(3), from any t table
     rows = {row[0]: row for row in Reader(page).tables["methods"]}
     assert rows["fedavg"][2:5] == ["", "", ""]
     for method in ("scaffold", "wima(window=5)"):
@@ -192,10 +203,10 @@ def test_settings_that_differ_stand_side_by_side(tmp_path):
     make_run(tmp_path / "b", "fedavg", local__lr=0.2)
     make_run(tmp_path / "c", "ima", local__lr=0.2, local__clip=1.0)
     table = Reader(render(read_runs(find_runs([tmp_path])), target=0.8, baseline="fedavg")).tables
-    assert table["differing"][1:] == [
-        ["local.lr", "0.1", "0.2", "0.2"],
-        ["local.clip", "not set", "not set", "1.0"],
-    ]
+    heads, *rows = table["differing"]
+    assert heads == ["method", "local.lr", "local.clip"]
+    assert [row[1:] for row in rows] == [["0.1", "not set"], ["0.2", "not set"], ["0.2", "1.0"]]
+    assert [row[0].split(",")[0] for row in rows] == ["fedavg", "fedavg", "ima"]
 
 
 def test_the_commands_make_every_run_again_and_no_other(tmp_path):
@@ -238,9 +249,10 @@ def test_a_fixed_partition_seed_is_kept(tmp_path):
 def test_ten_runs_of_400_rounds_stay_below_three_megabytes_and_quick(tmp_path):
     for seed in range(10):
         folder = make_run(tmp_path / str(seed), seed=seed, rounds=400, notes={"gamma": 1 / 3})
-        lines = folder.rounds.read_text().splitlines()
-        full = [line.replace("null", f"{1 / 7}", 3) for line in lines]
-        folder.rounds.write_text("\n".join(full) + "\n")
+        empty = r'("(?:accuracy_send|update_norm|model_norm)": )null'
+        full, count = re.subn(empty, rf"\g<1>{1 / 7}", folder.rounds.read_text())
+        assert count == 3 * 400
+        folder.rounds.write_text(full)
     runs = read_runs(find_runs([tmp_path]))
     began = time.process_time()
     path = write_page(runs, tmp_path / "deep" / "report.html")

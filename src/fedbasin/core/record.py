@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
+from types import NoneType
 from typing import Any
 
 
@@ -65,8 +66,13 @@ class RoundRecord:
         if not isinstance(flat, dict) or not isinstance(flat.get("round"), int):
             raise RecordError("a line of rounds.jsonl must be an object with a round number")
         known = {f.name for f in fields(cls)} - {"notes"}
+        found = {k: v for k, v in flat.items() if k in known}
+        for name, value in found.items():
+            kind = (list, NoneType) if name == "accuracy_per_class" else (int, float, NoneType)
+            if not isinstance(value, kind):
+                raise RecordError(f"{name} is {value!r:.40}, which is no number")
         notes = {k.removeprefix("note_"): v for k, v in flat.items() if k.startswith("note_")}
-        return cls(**{k: v for k, v in flat.items() if k in known}, notes=notes)
+        return cls(**found, notes=notes)
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from fedbasin.core.record import write_atomically
 from fedbasin.core.settings import write_value
 from fedbasin.report.chart_data import chart_data
 from fedbasin.report.curves import COLOURS
-from fedbasin.report.paired import Difference
+from fedbasin.report.paired import Difference, least_ratio
 from fedbasin.report.reproduce import recipes
 from fedbasin.report.runs import Run, shared_facts, telling_settings, title_of
 from fedbasin.report.table import Row, by_label, cells, differences, summarise
@@ -80,6 +80,7 @@ def render(runs: Sequence[Run], *, target: float, baseline: str) -> str:
         loader=jinja2.FunctionLoader(_asset),
     )
     environment.filters |= {"size": say_bytes, "percent": _percent, "cell": _cell, "number": _cell}
+    pairs, differing = _pairs(runs, baseline), telling_settings(runs)
     return environment.get_template("page.html").render(
         title=title_of(runs),
         facts=shared_facts(runs),
@@ -88,9 +89,11 @@ def render(runs: Sequence[Run], *, target: float, baseline: str) -> str:
         target=target,
         baseline=baseline,
         compared=sum(line.difference != "" for line in lines),
-        pairs=_pairs(runs, baseline),
+        pairs=pairs,
+        ratio=least_ratio(pairs[0]) if pairs and pairs[0] > 1 else None,
         analyses=analyses,
-        differing=_differing(runs),
+        differing=differing,
+        settings=_settings(runs, differing),
         environment=_environment(runs),
         recipes=[(recipe, _download(recipe.settings)) for recipe in recipes(runs)],
         problems=[problem for run in runs for problem in run.problems],
@@ -203,12 +206,11 @@ def _analyses(runs: Sequence[Run]) -> list[Found]:
     return list(found.values())
 
 
-def _differing(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return every setting that tells runs apart with its value for each method."""
-    first = {label: members[0] for label, members in by_label(runs).items()}
+def _settings(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each method with its values of some settings."""
     return [
-        (name, [(label, _say_setting(run.settings.get(name))) for label, run in first.items()])
-        for name in telling_settings(runs)
+        (label, [_say_setting(members[0].settings.get(name)) for name in names])
+        for label, members in by_label(runs).items()
     ]
 
 

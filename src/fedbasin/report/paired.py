@@ -7,6 +7,7 @@ two spreads do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,13 @@ class Difference:
     low: float | None = None  # 95 % confidence interval of the mean
     high: float | None = None
     p: float | None = None  # two-sided paired t-test; None where it says nothing
+
+
+def least_ratio(pairs: int) -> float:
+    """Return how many standard deviations the mean must be from zero for p < 0.05."""
+    from scipy import stats
+
+    return float(stats.t.ppf(0.975, pairs - 1)) / math.sqrt(pairs)
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:

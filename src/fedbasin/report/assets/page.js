@@ -188,7 +188,7 @@
         },
         y: { label: shares ? "share of the client's rows, %" : "rows", grid: true },
         marks: [
-          Plot.barY(cells, Plot.stackY({ x: "place", y, fill: (cell) => colour(held, cell.label), order: "label" })),
+          Plot.barY(cells, Plot.stackY({ x: "place", y, fill: (cell) => colour(held, cell.label), order: "label", shapeRendering: "crispEdges" })),
           Plot.tip(cells, Plot.pointer(Plot.stackY({ x: "place", y, order: "label", title: tell }))),
           Plot.ruleY([0]),
         ],
@@ -252,7 +252,7 @@
         height: Math.round(Math.min(width, 640) * 0.8),
         x: { label: panel.x_label, ticks: width < 500 ? 5 : 8 },
         y: { label: panel.y_label },
-        color: { scheme: "viridis", legend: true, label: panel.value_label, tickFormat: short, type: least > 0 && most > 50 * least ? "log" : "linear" },
+        color: { scheme: "viridis", legend: true, label: panel.value_label, tickFormat: ".3~g", type: least > 0 && most > 50 * least ? "log" : "linear" },
         marks: [
           Plot.rect(cells, { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: "value", inset: -0.3, shapeRendering: "crispEdges" }),
           ...panel.paths.map((path) => Plot.line(path.x.map((value, i) => [value, path.y[i]]), { stroke: "white", strokeWidth: 2, marker: "dot" })),
