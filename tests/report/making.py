@@ -23,7 +23,17 @@ HOSTILE = (
 )
 
 
-def make_run(path, method="fedavg", seed=0, *, accuracies=None, rounds=12, notes=None, **settings):
+def make_run(
+    path,
+    method="fedavg",
+    seed=0,
+    *,
+    accuracies=None,
+    rounds=12,
+    planned=None,
+    notes=None,
+    **settings,
+):
     """Write a run folder; `settings` are flat, with __ for the dot."""
     folder = RunFolder(Path(path))
     folder.path.mkdir(parents=True)
@@ -43,7 +53,7 @@ def make_run(path, method="fedavg", seed=0, *, accuracies=None, rounds=12, notes
         "method": method,
         "seed": seed,
         "partition.seed": seed,
-        "rounds": len(records),
+        "rounds": planned or len(records),
     }
     flat |= {name.replace("__", "."): value for name, value in settings.items()}
     folder.config.write_text(write_toml(nest(flat)), encoding="utf-8")

@@ -93,9 +93,11 @@ def test_axis_measure_and_smoothing_change_the_curves(page):
     assert page.evaluate(PATHS) != rough
     set_value(page, "smoothing", 1)
     assert page.evaluate(PATHS) == rough
-    for axis, word in (("seconds", "seconds"), ("bytes", "bytes")):
+    ticks = "document.querySelector('#curve-chart [aria-label=\"x-axis tick label\"]').textContent"
+    assert page.evaluate(ticks).endswith("30")
+    for axis, word, last in (("seconds", "seconds", "7"), ("bytes", "bytes", "45kB")):
         set_value(page, "axis", axis)
-        assert word in page.evaluate(label)
+        assert word in page.evaluate(label) and page.evaluate(ticks).endswith(last)
     for measure in page.evaluate(
         "[...document.getElementById('measure').options].map(o => o.value)"
     ):
@@ -120,6 +122,17 @@ def test_pointing_at_the_chart_reads_the_means(page, folder):
         last = [run.records[-1].accuracy for run in runs if run.method == method]
         assert float(shown) == pytest.approx(100 * sum(last) / 2, abs=0.01)
     assert "round 30" in page.evaluate("document.querySelector('#curve-chart').textContent")
+    assert page.complaints == []
+
+
+def test_the_mean_ends_where_the_first_seed_broke_off(browser, tmp_path):
+    make_run(tmp_path / "a", seed=0, rounds=30)
+    make_run(tmp_path / "b", seed=1, rounds=12, planned=30)
+    page = browser.page()
+    page.open(write_page(read_runs(find_runs([tmp_path])), tmp_path / "report.html"))
+    assert page.evaluate(f"{PATHS}.map(path => path.split('L').length)") == [12]
+    page.evaluate("document.getElementById('each').click()")
+    assert page.evaluate(f"{PATHS}.map(path => path.split('L').length)") == [30, 12]
     assert page.complaints == []
 
 

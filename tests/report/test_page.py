@@ -108,6 +108,16 @@ def test_the_curves_are_the_records(compared, page):
         assert "accuracy_send" not in drawn["values"]
 
 
+def test_a_run_holds_only_the_measures_it_has(tmp_path):
+    make_run(tmp_path / "a", "fedavg")
+    make_run(tmp_path / "b", "fedlaw", notes={"gamma": 0.5, "weights": [0.5, 0.5]})
+    data = Reader(render(read_runs(find_runs([tmp_path])), target=0.5, baseline="fedavg")).data
+    having = {m["label"]: set(m["runs"][0]["values"]) for m in data["methods"]}
+    common = {"accuracy", "loss", "train_loss"}
+    assert having == {"fedavg": common, "fedlaw": common | {"note_gamma"}}
+    assert set(data["measures"]) == common | {"note_gamma"}
+
+
 def test_the_page_asks_nothing_of_the_network(page):
     reader = Reader(page)
     for tag, attributes in reader.tags:
