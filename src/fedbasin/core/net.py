@@ -145,6 +145,18 @@ class Net:
                 hook.remove()
         return found
 
+    def classify(self, vector: Tensor, features: Tensor) -> Tensor:
+        """Return the logits [B, classes] of the head alone, for features [B, d]."""
+        if not self._scoring.splits:
+            raise ValueError(
+                "this method works on features: the network needs `features` and `head`, as the "
+                "catalogue's networks have"
+            )
+        views = self.layout.views(vector)
+        named = {name.removeprefix("head."): views[name] for name in self.layout.head}
+        logits: Tensor = functional_call(self._scoring.module.head, named, (features,))  # type: ignore[arg-type]
+        return logits
+
     @property
     def has_statistics(self) -> bool:
         """Whether the network carries float buffers that training changes."""
