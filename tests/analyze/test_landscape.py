@@ -68,12 +68,15 @@ def test_many_models_at_once_equal_numpy_one_by_one(models_at_once):
 
 def test_a_sample_is_a_keyed_subset_of_the_rows():
     ground = small_ground()
-    few = ground.sample(10, KEY)
-    assert len(few) == 10 and len(ground.sample(0, KEY)) == 60 and len(ground.sample(99, KEY)) == 60
-    rows = [int((ground.inputs == row).all(1).nonzero()) for row in few.inputs]
-    assert len(set(rows)) == 10 and torch.equal(ground.labels[rows], few.labels)
-    assert torch.equal(few.inputs, ground.sample(10, KEY).inputs)
-    assert not torch.equal(few.inputs, ground.sample(10, root(6)).inputs)
+    few, rows = ground.sample(10, KEY)
+    assert len(few) == 10 and len(set(rows.tolist())) == 10
+    for count in (0, 60, 99):
+        assert ground.sample(count, KEY)[0] is ground
+        assert ground.sample(count, KEY)[1].tolist() == list(range(60))
+    assert torch.equal(ground.inputs[rows], few.inputs)
+    assert torch.equal(ground.labels[rows], few.labels)
+    assert torch.equal(rows, ground.sample(10, KEY)[1])
+    assert not torch.equal(rows, ground.sample(10, root(6))[1])
 
 
 def test_mixing_is_the_matrix_product():

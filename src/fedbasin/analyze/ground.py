@@ -69,23 +69,22 @@ class Ground:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def sample(self, rows: int, key: Key) -> Ground:
-        """Return at most so many of the rows, drawn without replacement; 0 keeps all."""
-        if not 0 < rows < len(self):
-            return self
-        drawn = torch.from_numpy(key.fold("rows").numpy().permutation(len(self))[:rows])
-        return self.take(drawn.sort().values.to(self.labels.device))
-
-    def take(self, rows: Tensor) -> Ground:
-        """Return the chosen rows, in that order."""
-        return replace(self, inputs=self.inputs[rows], labels=self.labels[rows])
+    def sample(self, count: int, key: Key) -> tuple[Ground, Tensor]:
+        """Return at most so many rows, drawn without replacement (0: all), and which they are."""
+        rows = torch.arange(len(self))
+        if not 0 < count < len(self):
+            return self, rows
+        drawn = key.fold("rows").numpy().permutation(len(self))[:count]
+        rows = torch.from_numpy(drawn).sort().values
+        here = rows.to(self.labels.device)
+        return replace(self, inputs=self.inputs[here], labels=self.labels[here]), rows
 
     @torch.no_grad()
     def measure(self, weights: Tensor, models: Tensor, tick: Tick = no_tick) -> Scores:
         """Measure the M models ``weights @ models`` on all rows."""
         models = models.to(self.net.device, self.net.dtype)
         loss, wrong = [], []
-        for part in weights.to(models).split(self._models_at_once()):
+        for part in weights.to(models).split(self.chunk_of_models()):
             batch = mix(part, models)
             total = torch.zeros(len(part), dtype=torch.float64, device=models.device)
             missed = torch.zeros_like(total)
@@ -108,7 +107,7 @@ class Ground:
         models = models.to(self.net.device, self.net.dtype)
         parts = [
             torch.cat([self._run(part, inputs) for inputs, _ in self._batches()], dim=1)
-            for part in models.split(self._models_at_once())
+            for part in models.split(self.chunk_of_models())
         ]
         return torch.cat(parts)
 
@@ -137,11 +136,12 @@ class Ground:
         logits: Tensor = vmap(one)(models)
         return logits
 
-    def _models_at_once(self) -> int:
+    def chunk_of_models(self) -> int:
+        """Return how many models run in one forward pass."""
         if self.models_at_once:
             return self.models_at_once
         if self.net.device.type == "cuda":
-            return 16
+            return 8
         # On a CPU many models at once save Python's time but not arithmetic: convolutions with
         # weights of their own run slower in groups than one after another.
         return 1 if any(len(shape) > 2 for shape in self.net.layout.shapes) else 32
