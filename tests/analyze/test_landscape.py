@@ -68,15 +68,15 @@ def test_many_models_at_once_equal_numpy_one_by_one(models_at_once):
 
 def test_a_sample_is_a_keyed_subset_of_the_rows():
     ground = small_ground()
-    few, rows = ground.sample(10, KEY)
-    assert len(few) == 10 and len(set(rows.tolist())) == 10
+    few, rows = ground.sample(50, KEY)
+    assert len(few) == 50 and len(set(rows.tolist())) == 50
     for count in (0, 60, 99):
         assert ground.sample(count, KEY)[0] is ground
         assert ground.sample(count, KEY)[1].tolist() == list(range(60))
     assert torch.equal(ground.inputs[rows], few.inputs)
     assert torch.equal(ground.labels[rows], few.labels)
-    assert torch.equal(rows, ground.sample(10, KEY)[1])
-    assert not torch.equal(rows, ground.sample(10, root(6))[1])
+    assert torch.equal(rows, ground.sample(50, KEY)[1])
+    assert not torch.equal(rows, ground.sample(50, root(6))[1])
 
 
 def test_mixing_is_the_matrix_product():
@@ -111,15 +111,18 @@ def test_the_plane_has_orthonormal_axes_on_which_distances_are_true():
 
 def test_the_plane_through_a_bowl_is_a_round_bowl():
     three = normal(3, 50)
-    bowl = Bowl(three[0])
+    bowl = Bowl(three[1])
     found = plane(bowl, three, three.mean(0)[None], points=7, margin=0.25)
-    wanted = found.y[:, None].double() ** 2 + found.x.double() ** 2
+    wanted = found.y[:, None].double() ** 2 + (found.x.double() - found.corners[1, 0]) ** 2
     torch.testing.assert_close(found.loss, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.others[0], found.corners.mean(0))
     spread = found.corners[:, 0].max() - found.corners[:, 0].min()
     low = found.corners[:, 0].min() - 0.25 * spread
     assert float(found.x[0]) == pytest.approx(float(low), rel=1e-5)
     assert float(found.y[-1]) == pytest.approx(1.25 * float(found.corners[:, 1].max()), rel=1e-5)
+    far = three[0] + 3 * (three[1] - three[0])
+    wide = plane(bowl, three, far[None], points=7, margin=0)
+    assert float(wide.x[-1]) == pytest.approx(3 * float(wide.corners[1, 0]))
 
 
 def test_models_without_a_plane_are_refused():

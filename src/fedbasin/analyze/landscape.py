@@ -73,7 +73,6 @@ def plane_axes(three: Tensor) -> Axes:
     if width > 0:
         across = across / width
         up = up - (up @ across) * across
-        up = up - (up @ across) * across  # again, for what rounding left
     if not (width > 0 and up.norm() > 1e-9 * reach):
         raise ValueError("a plane needs three models that differ and do not lie on one line")
     return Axes(origin, across, up / up.norm())
