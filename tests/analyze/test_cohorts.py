@@ -301,6 +301,17 @@ def test_activations_of_a_convolution_of_a_reused_layer_and_of_none():
     torch.testing.assert_close(found["act 2"], found["act"].mean((2, 3)))
     assert len(net.activations(2 * vector, images)) == 2  # the hooks were taken off
     ground = Ground(net, images, torch.tensor([0, 1, 0, 1]), lambda r, k: r, 2)
-    assert len(neuron_concentration(ground, vector).layers) == 2
+    found = neuron_concentration(ground, vector)
+    per_neuron = net.activations(vector, images)["act"].abs().mean((2, 3))
+    by_class = torch.stack([per_neuron[[0, 2]].mean(0), per_neuron[[1, 3]].mean(0)])
+    assert found.layers == ("act", "act 2")
+    assert float(found.by_mass[0]) == pytest.approx(mass_concentration(by_class.mean(0)))
+    assert float(found.by_class[0]) == pytest.approx(class_concentration(by_class))
     plain = small_net(lambda: nn.Linear(3, 4), nn.Flatten, lambda: nn.Linear(4, 2))
     assert list(plain.activations(plain.initial()[0], normal(2, 3))) == ["0", "2"]
+    texts = normal(2, 7, 3)  # seven places: the last axis holds the neurons
+    wide = small_net(lambda: nn.Linear(3, 4), nn.Tanh)
+    ground = Ground(wide, texts, torch.tensor([0, 1]), lambda r, k: r, 2)
+    found = neuron_concentration(ground, wide.initial()[0])
+    spoken = wide.activations(wide.initial()[0], texts)["1"].abs().mean(1)
+    assert float(found.by_class[0]) == pytest.approx(class_concentration(spoken))

@@ -66,6 +66,23 @@ def test_many_models_at_once_equal_numpy_one_by_one(models_at_once):
     torch.testing.assert_close(wrong, found.error)
 
 
+def test_statistics_of_batchnorm_are_those_given():
+    with torch_draws_from(KEY):
+        net = Net(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), dtype=torch.float64)
+    vector, buffers = net.initial()
+    labels = torch.from_numpy(DRAWS.integers(0, 3, 20))
+    other = buffers + torch.linspace(0.1, 1, len(buffers))
+    losses = []
+    for statistics in (None, other):
+        ground = Ground(net, normal(20, 4), labels, lambda r, k: r, 3, statistics, 7, 2)
+        found = ground.measure(torch.ones(3, 1), vector[None])
+        logits = net(vector, ground.inputs, statistics).logits
+        wanted = nn.functional.cross_entropy(logits, labels)
+        torch.testing.assert_close(found.loss, wanted.detach().expand(3))
+        losses.append(float(wanted))
+    assert losses[0] != losses[1]
+
+
 def test_a_sample_is_a_keyed_subset_of_the_rows():
     ground = small_ground()
     few, rows = ground.sample(50, KEY)

@@ -53,6 +53,13 @@ def mass_concentration(activity: Tensor) -> float:
     return float((2 * rank - count - 1) @ ordered / (count * total))
 
 
+def _by_neuron(amounts: Tensor) -> Tensor:
+    """Return one amount a neuron, [B, neurons]: the mean over an image's or a text's places."""
+    if amounts.dim() == 3:
+        return amounts.mean(1)  # [B, places, neurons] of a text
+    return amounts.flatten(2).mean(2) if amounts.dim() > 3 else amounts
+
+
 @torch.no_grad()
 def neuron_concentration(ground: Ground, model: Tensor) -> Concentration:
     """Measure every layer of a model [P]; classes count alike however many rows they have."""
@@ -60,8 +67,7 @@ def neuron_concentration(ground: Ground, model: Tensor) -> Concentration:
     for cut in ground.cuts():
         inputs = ground.transform(ground.inputs[cut], None)
         for name, output in ground.net.activations(model, inputs, ground.buffers).items():
-            amounts = output.abs().double()
-            amounts = amounts.flatten(2).mean(2) if amounts.dim() > 2 else amounts
+            amounts = _by_neuron(output.abs().double())
             empty = amounts.new_zeros(ground.classes, amounts.shape[1])
             sums.setdefault(name, empty).index_add_(0, ground.labels[cut], amounts)
     present = torch.bincount(ground.labels, minlength=ground.classes).clamp(min=1)[:, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -65,11 +65,11 @@ def _cohort(snapshot: Snapshot) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 )
 def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Take the squared error of each kept round apart; draws are runs, or late rounds of one."""
-    first, windows = subjects[0], _windows(subjects, options.draws)
-    tick = watch("decomposition", len(windows))
+    first = subjects[0]
+    tick = watch("decomposition", len(first.snapshots.stored()))
     rounds, factors, averaged, far = [], list[Factors](), [], []
     whole = first.data.train
-    for window in windows:
+    for window in _windows(subjects, options.draws):
         _, models, weights, clients = _cohort(window[-1])
         ground, rows = sampled(whole, first, options, window[-1].buffers, 2000)
         own = first.data.owner.cpu()[rows] == clients[:, None]
@@ -89,7 +89,7 @@ def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Wat
         Line("own rows (TrainBias)", x, tuple(f.own_rows for f in factors)),
         Line("others' rows (HeterBias)", x, tuple(f.other_rows for f in factors)),
     )
-    count = len(windows[-1])
+    count = len(window)
     what = "runs" if len(subjects) > 1 else "late rounds"
     few = "; with one draw variance and covariance are 0" if count == 1 else ""
     return Found(
@@ -106,23 +106,28 @@ def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Wat
     )
 
 
-def _windows(subjects: Sequence[Subject], draws: int) -> list[list[Snapshot]]:
-    """Gather the snapshots that are draws of the same clients' models, for each kept round."""
-    kept = [list(subject.kept()) for subject in subjects]
-    if len(kept) == 1:
-        shots = kept[0]
-        windows = [shots[max(0, i - draws + 1) : i + 1] for i in range(draws - 1, len(shots))]
+def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]]:
+    """Yield, for each kept round, the snapshots that are draws of the same clients' models."""
+    rounds = [subject.snapshots.stored() for subject in subjects]
+    if len(subjects) == 1:
+        late = [rounds[0][i - draws + 1 : i + 1] for i in range(draws - 1, len(rounds[0]))]
+        places = [[(subjects[0], round) for round in window] for window in late]
     else:
-        by_round = [{s.round: s for s in shots} for shots in kept]
-        common = sorted(set.intersection(*(set(found) for found in by_round)))
-        windows = [[found[round] for found in by_round] for round in common]
-    same = [w for w in windows if all(torch.equal(_cohort(s)[3], _cohort(w[-1])[3]) for s in w)]
-    if not same:
+        common = sorted(set.intersection(*(set(found) for found in rounds)))
+        places = [[(subject, round) for subject in subjects] for round in common]
+    found = False
+    for window in places:
+        shots = [subject.snapshots.get(round) for subject, round in window]
+        ids = [None if s.clients is None else s.clients.tolist() for s in shots]
+        if ids[0] is not None and all(one == ids[0] for one in ids):
+            found = True
+            yield shots
+    if not found:
         raise AnalysisError(
             "no kept round has the same clients in all draws; let all clients take part "
-            "(sim.participation = 'fraction(rate=1)') and keep the same rounds in all runs"
+            "(sim.participation = 'fraction(rate=1)'), keep them (snapshots.clients) and keep the "
+            "same rounds in all runs"
         )
-    return same
 
 
 @analysis(

@@ -27,6 +27,7 @@ from fedbasin.analyze.subject import (
 )
 from fedbasin.core.figure_data import Grid, Line, Lines, Mark
 from fedbasin.core.rng import root
+from fedbasin.core.snapshot import Snapshot
 from fedbasin.core.vectors import shares
 
 
@@ -166,11 +167,10 @@ def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) ->
     """Draw top eigenvalues over rounds and the slice along the last model's sharpest direction."""
     tops, ratios, slices, notes = [], [], [], []
     for subject in subjects:
-        models = list(subject.models())
         name = label(subject, subjects)
         tick = watch(f"hessian of {name}", 0)
         rounds, top, ratio = [], [], []
-        for model in models:
+        for model in subject.models():
             ground = ground_for(subject.data.train, subject, options, model.buffers, 1000)
             vector = on_device(model.vector, ground)
             product = hessian_product(ground, vector)
@@ -186,7 +186,7 @@ def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) ->
         slices.append(Line(name, numbers(steps), numbers(along.loss)))
         values = ", ".join(f"{v:.4g}" for v in found.values.tolist())
         notes.append(
-            f"{subject.name}, {models[-1].name}: eigenvalues {values}; |H v - lambda v| = "
+            f"{subject.name}, {model.name}: eigenvalues {values}; |H v - lambda v| = "
             f"{found.residual:.2g}; {rows_note(ground, subject.data.train, 'training')}"
         )
     top_name = f"lambda_1 / lambda_{options.count}"
@@ -209,21 +209,19 @@ def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) ->
 def show_weights(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the triangle of three clients' weights at the last kept round."""
     subject = subjects[0]
-    last = subject.last_cohort()
-    assert last.clients is not None
-    chosen = _clients(options.models) or last.clients.tolist()[:3]
-    kept = [s for s in subject.kept() if s.clients is not None and _holds(s.clients, chosen)]
-    if len(chosen) != 3 or not kept:
+    chosen = _clients(options.models) or _ids(subject.last_cohort())[:3]
+    kept = [s.round for s in subject.kept() if set(chosen) <= set(_ids(s))]
+    if len(set(chosen)) != 3 or not kept:
         raise AnalysisError(
             f"{subject.name} keeps no round in which clients {chosen} took part; name three "
             "that did, as in --models client0 --models client1 --models client2"
         )
     tick = watch("weights", len(kept) * options.points * (options.points + 1) // 2)
     best = []
-    for snapshot in kept:
-        assert snapshot.clients is not None and snapshot.models is not None
-        assert snapshot.weights is not None
-        places = [snapshot.clients.tolist().index(client) for client in chosen]
+    for round in kept:
+        snapshot = subject.snapshots.get(round)
+        assert snapshot.models is not None and snapshot.weights is not None
+        places = [_ids(snapshot).index(client) for client in chosen]
         ground = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
         found = weight_plane(ground, snapshot.models[places], options.points, tick)
         best.append(found.best)
@@ -233,11 +231,11 @@ def show_weights(subjects: Sequence[Subject], options: Options, watch: Watch) ->
     position = numbers(found.position)
     marks = (Mark("FedAvg", average[0], average[1]), Mark("best", *path[-1, :2].tolist()))
     line_ = Line("optimum by round", numbers(path[:, 0]), numbers(path[:, 1]))
-    rounds = tuple(float(snapshot.round) for snapshot in kept)
+    rounds = numbers(kept)
     curves = tuple(
         Line(f"client {client}", rounds, numbers(path[:, i])) for i, client in enumerate(chosen)
     )
-    title = f"test loss at round {kept[-1].round}"
+    title = f"test loss at round {kept[-1]}"
     values = table(found.loss)
     grid = Grid(
         title, f"weight of {a}", f"weight of {b}", "test loss", position, position, values, marks,
@@ -256,5 +254,6 @@ def _clients(names: Sequence[str]) -> list[int]:
     return [int(name.removeprefix("client")) for name in names]
 
 
-def _holds(clients: torch.Tensor, chosen: Sequence[int]) -> bool:
-    return set(chosen) <= set(clients.tolist())
+def _ids(snapshot: Snapshot) -> list[int]:
+    """Return the clients of a round."""
+    return [] if snapshot.clients is None else [int(client) for client in snapshot.clients]

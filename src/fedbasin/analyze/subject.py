@@ -97,20 +97,27 @@ class Subject:
 
     def last_cohort(self) -> Snapshot:
         """Return the last snapshot that holds clients' models."""
-        return list(self.kept())[-1]
+        for round in reversed(self.snapshots.stored()):
+            snapshot = self.snapshots.get(round)
+            if snapshot.models is not None:
+                return snapshot
+        return next(self.kept())  # says that there is none
 
     def models(self) -> Iterator[Model]:
         """Yield the scored model of every snapshot, or the final one where there are none."""
         stored = self.snapshots.stored()
-        for round in stored:
-            snapshot = self.snapshots.get(round)
-            yield Model(f"score:{round}", snapshot.score, snapshot.buffers, round)
+        yield from (self._scored(round) for round in stored)
         if not stored:
             yield self.final()
 
     def last_model(self) -> Model:
         """Return the scored model of the last snapshot, or the final one."""
-        return list(self.models())[-1]
+        stored = self.snapshots.stored()
+        return self._scored(stored[-1]) if stored else self.final()
+
+    def _scored(self, round: int) -> Model:
+        snapshot = self.snapshots.get(round)
+        return Model(f"score:{round}", snapshot.score, snapshot.buffers, round)
 
     def final(self) -> Model:
         """Return the model the run shipped."""
