@@ -21,7 +21,9 @@ def invoke(*arguments):
 def test_help_teaches_every_command():
     page = invoke("--help")
     assert page.exit_code == 0
-    for command in ("run", "compare", "resume", "methods", "data", "partition", "demo", "report"):
+    for command in (
+        "run", "compare", "resume", "methods", "data", "partition", "demo", "analyze", "report",
+    ):  # fmt: skip
         assert command in page.output
         shown = invoke(command, "--help")
         assert shown.exit_code == 0 and len(shown.output) > 200

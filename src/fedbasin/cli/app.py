@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedbasin.cli.analyze import analyze
 from fedbasin.cli.data import app as data_app
 from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
@@ -238,6 +239,7 @@ def methods(
 
 
 app.add_typer(data_app, name="data")
+app.command()(analyze)
 app.command()(partition)
 app.command()(private_counts)
 app.command()(report)

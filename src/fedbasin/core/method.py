@@ -8,17 +8,18 @@ declares on its card, and finds in the `Context`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.expressions import ExpressionError, text
+from fedbasin.core.net import Net
 from fedbasin.core.rng import Key
-from fedbasin.core.rule import LocalRule
+from fedbasin.core.rule import LocalRule, Rules, Setting, as_rules
 from fedbasin.core.tree import rebuild
 from fedbasin.core.vectors import Layout
 
@@ -66,6 +67,14 @@ class Proxy(Protocol):
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Full-batch gradients of a cohort at the model it is about to train."""
+
+    gradients: Tensor  # [C, P]
+    weights: Tensor  # [C] number of samples, n_i
+
+
+@dataclass(frozen=True)
 class Context:
     """What surrounds a round.
 
@@ -81,6 +90,8 @@ class Context:
         proxy: server data, for methods that need ``"proxy"``.
         class_counts: [N, classes] samples by client and class, for those that need them.
         archive: files for models of clients, for methods that keep them on disk.
+        net: the network as a function of vectors, for methods that run its head.
+        probe: this cohort's gradients, for methods that ask for them before training.
     """
 
     layout: Layout
@@ -94,6 +105,8 @@ class Context:
     proxy: Proxy | None = None
     class_counts: Tensor | None = None
     archive: Archive | None = None
+    net: Net | None = None
+    probe: Probe | None = None
 
     def at(self, round: int, lr: float, plan: Plan | None = None) -> Context:
         """Return the context of one round."""
@@ -149,11 +162,13 @@ class Served:
 
 
 class Method(ABC):
-    """How the server merges. Subclasses are frozen dataclasses entered in the catalogue."""
+    """How the server merges. Subclasses are frozen dataclasses entered in the catalogue.
 
-    @abstractmethod
-    def init(self, server: Tensor, context: Context) -> Any:
-        """Return the state before the first round; its shape (as a tree) never changes."""
+    A base combines replies and says what clients do: `own_rules` with `own_broadcast`, then the
+    user's rules in its field `local`. A `Wrapper` adds a step of its own to another method.
+    """
+
+    local: Rules = ()  # further rules for the clients, for methods that have the field
 
     @abstractmethod
     def aggregate(
@@ -161,20 +176,110 @@ class Method(ABC):
     ) -> tuple[Served, Any]:
         """Merge the replies of clients that started from `server`; return new state too."""
 
+    def init(self, server: Tensor, context: Context) -> Any:
+        """Return the state before the first round; its shape (as a tree) never changes."""
+        return ()
+
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the method's own client rules."""
+        return ()
+
+    def own_broadcast(self, state: Any, server: Tensor, context: Context) -> tuple[Any, ...]:
+        """Return what is sent beside the model, one entry for each of `own_rules`."""
+        return tuple(rule.shared(context) for rule in self.own_rules())
+
+    @property
+    def probes(self) -> bool:
+        """Whether the cohort sends its full gradients (`Context.probe`) before it trains."""
+        return False
+
     def rules(self) -> tuple[LocalRule, ...]:
         """Return what clients do beyond plain SGD, the method's own rules first."""
-        return ()
+        return (*self.own_rules(), *as_rules(self.local))
 
     def broadcast(self, state: Any, server: Tensor, context: Context) -> tuple[Any, ...]:
         """Return what is sent beside the model: one entry for each of `rules`."""
-        return tuple(() for _ in self.rules())
+        added = tuple(rule.shared(context) for rule in as_rules(self.local))
+        return (*self.own_broadcast(state, server, context), *added)
 
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Return how clients train in round ``context.round``; `schedule` is the configured one."""
         return schedule(context.round)
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Yield why the method may not do what its paper says in such a run."""
+        for rule in self.rules():
+            yield from rule.cautions(setting)
 
     def __str__(self) -> str:
         try:
             return text(self)
         except ExpressionError:  # a method that is not in the catalogue
             return repr(self)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """The state of a wrapper."""
+
+    own: Any  # what the wrapper remembers
+    inner: Any  # what the method inside it remembers
+
+
+class Wrapper(Method):
+    """A method around another: clients do what the inner one says, then `step` is added.
+
+    Subclasses have a field ``inner``. What the inner method gives, ``fresh.send - server``, is
+    the round's update.
+    """
+
+    inner: Method
+    averages: ClassVar[bool] = False  # whether it serves an average of earlier models
+
+    def begin(self, server: Tensor, context: Context) -> Any:
+        """Return the wrapper's own state before the first round."""
+        return ()
+
+    @abstractmethod
+    def step(
+        self, own: Any, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, Any]:
+        """Turn what the inner method made of this round into what is served."""
+
+    def init(self, server: Tensor, context: Context) -> Wrapped:
+        """Begin, around the inner method's own state."""
+        return Wrapped(self.begin(server, context), self.inner.init(server, context))
+
+    def aggregate(
+        self, state: Wrapped, server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, Wrapped]:
+        """Merge with the inner method, then take the wrapper's step."""
+        fresh, inner = self.inner.aggregate(state.inner, server, replies, context)
+        served, own = self.step(state.own, server, fresh, replies, context)
+        return served, Wrapped(own, inner)
+
+    def rules(self) -> tuple[LocalRule, ...]:
+        """Clients do what the inner method says."""
+        return self.inner.rules()
+
+    def broadcast(self, state: Wrapped, server: Tensor, context: Context) -> tuple[Any, ...]:
+        """Send what the inner method sends."""
+        return self.inner.broadcast(state.inner, server, context)
+
+    def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
+        """Train as the inner method says."""
+        return self.inner.plan(schedule, context)
+
+    @property
+    def probes(self) -> bool:
+        """Ask for what the inner method asks."""
+        return self.inner.probes
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Pass the inner method's cautions on, and name statistics that an average makes stale."""
+        yield from self.inner.cautions(setting)
+        if self.averages and setting.statistics:
+            yield (
+                "an average of models does not fit the BatchNorm statistics of the last one; take "
+                "norm='group' or sim.buffers='recalibrate'"
+            )

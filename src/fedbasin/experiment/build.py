@@ -19,6 +19,7 @@ from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, root, torch_draws_from
+from fedbasin.core.rule import Setting
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
@@ -118,6 +119,7 @@ def build(
         proxy=proxy,
         class_counts=_class_counts(method, population, rows.classes),
         archive=archive,
+        net=net,
     )
     _check_needs(method, context)
     trainer = Trainer(
@@ -128,6 +130,7 @@ def build(
         transform=transform,
         classes=rows.classes,
     )
+    _say_cautions(method, experiment, net, population)
     participation: Choice = parse(experiment.sim.participation, "participation")
     eligible = np.flatnonzero(population.sizes > 0)
     draw_cohort(participation, eligible, key.fold("cohort", 0))  # says what is wrong before the run
@@ -215,6 +218,20 @@ def _check_needs(method: Method, context: Context) -> None:
         raise ConfigError(
             f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper)"
         )
+
+
+def _say_cautions(method: Method, experiment: Experiment, net: Net, population: Population) -> None:
+    """Log why the method may not do what its paper says in this run."""
+    local, sizes = experiment.local, population.sizes[population.sizes > 0]
+    setting = Setting(
+        momentum=local.momentum,
+        weight_decay=local.weight_decay,
+        clip=local.clip or None,
+        ragged=not local.steps and len(set(np.ceil(sizes / local.batch))) > 1,
+        statistics=net.has_statistics and experiment.sim.buffers != "recalibrate",
+    )
+    for caution in method.cautions(setting):
+        logging.getLogger(__name__).warning("%s: %s", method, caution)
 
 
 def _class_counts(method: Method, population: Population, classes: int) -> Tensor | None:

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
-from fedbasin.core.rule import LocalRule, Rules, as_rules
+from fedbasin.core.rule import LocalRule, Rules
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.batches import count_steps
 from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, mean_direction
@@ -201,15 +201,16 @@ class FedWCM(Method):
         alpha = torch.tensor(self.alpha, dtype=torch.float64, device=server.device)
         return FedWCMState(torch.zeros_like(server), alpha)
 
-    def rules(self) -> tuple[LocalRule, ...]:
-        """Return the mixture and the extra rules."""
-        return (ClientMomentum(), *as_rules(self.local))
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the mixture."""
+        return (ClientMomentum(),)
 
-    def broadcast(self, state: FedWCMState, server: Tensor, context: Context) -> tuple[Any, ...]:
+    def own_broadcast(
+        self, state: FedWCMState, server: Tensor, context: Context
+    ) -> tuple[Any, ...]:
         """Send Delta and alpha beside the model, and B^ for FedWCM-X."""
         steps = server.new_tensor(_even_steps(context)) if self.unequal else None
-        shared = SharedMomentum(state.momentum, state.alpha.to(server.dtype), steps)
-        return (shared, *(() for _ in as_rules(self.local)))
+        return (SharedMomentum(state.momentum, state.alpha.to(server.dtype), steps),)
 
     def aggregate(
         self, state: FedWCMState, server: Tensor, replies: Replies, context: Context

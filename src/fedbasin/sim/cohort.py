@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fedbasin.core.method import Plan, Replies
+from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key, fold_in, keys_tensor
 from fedbasin.core.rule import Batch, Finish, Start
 from fedbasin.core.tree import rebuild, row, stack, tensors
@@ -29,6 +29,7 @@ from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.lane import Course, Lane, Progress, cloned
 from fedbasin.sim.loop import Gathered, Sent, client_key
 from fedbasin.sim.population import Population
+from fedbasin.sim.survey import gradients, survey
 
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 26, 32, 40, 50, 64, 80, 100, 128)
 
@@ -100,6 +101,11 @@ class CohortExecutor:
         ]
         back = torch.from_numpy(np.argsort(order)).to(sent.vector.device)
         return _joined(parts, back)
+
+    def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
+        """Return the cohort's full gradients at the model it was sent."""
+        found = gradients(self.trainer, self.population, cohort, sent)
+        return Probe(found, self.population.weights(cohort))
 
     def facts(self) -> dict[str, Any]:
         """Name the executor, how many shapes it compiled, and how little it wasted."""
@@ -173,9 +179,18 @@ class CohortExecutor:
         # One shape for all rounds: as many steps as the largest client of the population takes.
         most = max(int(self.population.sizes.max()), 1)
         longest = max(count_steps(plan, most, batch), 1)
-        rows, real = cohort_rows(keys, sizes, limit, batch, longest, most)
+        chances = self._chances(clients, most)
+        rows, real = cohort_rows(keys, sizes, limit, batch, longest, most, chances)
         lr = torch.tensor(plan.lr, dtype=sent.vector.dtype, device=device)
         return Course(rows + first[:, None, None], real, keys, limit, late, lr), sizes
+
+    def _chances(self, clients: np.ndarray, most: int) -> Tensor | None:
+        """Return how likely each row of each client is [C, most], where a rule draws rows."""
+        found = [self.trainer.chances(self.population.shard(int(c)).labels) for c in clients]
+        if found[0] is None:
+            return None
+        rows = [torch.nn.functional.pad(each, (0, most - len(each))) for each in found]  # type: ignore[arg-type]
+        return torch.stack(rows)
 
     def _starts(
         self,
@@ -192,14 +207,9 @@ class CohortExecutor:
         counts = torch.stack(
             [torch.bincount(shard.labels, minlength=trainer.classes) for shard in shards]
         )
-        gradient = None
-        if any(rule.wants_gradient for rule in trainer.rules):
-            gradient = torch.stack(
-                [trainer.full_gradient(shard, sent.vector, sent.buffers) for shard in shards]
-            )
         now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
         found = []
-        for shared, mine in zip(sent.shared, own, strict=True):
+        for rule, shared, mine in zip(trainer.rules, sent.shared, own, strict=True):
             start = Start(
                 vector=sent.vector,
                 shared=shared,
@@ -207,12 +217,12 @@ class CohortExecutor:
                 round=now,
                 lr=course.lr,
                 steps=course.limit.to(dtype),
+                epoch_steps=(course.limit - course.late).to(dtype),
                 examples=sizes.to(dtype),
                 class_counts=counts.to(dtype),
-                gradient=gradient,
+                survey=survey(rule, shared, trainer, self.population, clients, sent),
             )
-            axis = 0 if gradient is not None else None
-            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, axis)))  # type: ignore[arg-type]
+            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0)))  # type: ignore[arg-type]
         return found
 
     def _advance(self, progress: Progress, course: Course, steps: np.ndarray) -> Progress:

@@ -54,6 +54,10 @@ class Population:
         """Number of rows of each client, n_i."""
         return np.diff(self.offsets)
 
+    def weights(self, clients: np.ndarray) -> Tensor:
+        """Return how many rows some clients hold, float64 [C] on the device."""
+        return torch.from_numpy(self.sizes[clients].astype(np.float64)).to(self.labels.device)
+
     def shard(self, client: int) -> Shard:
         """Return a client's rows as views."""
         rows = slice(int(self.offsets[client]), int(self.offsets[client + 1]))

@@ -109,6 +109,7 @@ class Federation:
         plan = method.plan(self.schedule, self.context.at(now, 0.0))
         context = self.context.at(now, plan.lr, plan)
         drawn, cohort = self.cohort(now)
+        context = self._probed(cohort, server, context)
         shared = method.broadcast(server.state, server.send, context)
         sent = Sent(server.send, server.buffers, shared, now)
         record = RoundRecord(
@@ -117,6 +118,7 @@ class Federation:
             replies=len(cohort),
             dropped=len(drawn) - len(cohort),
             bytes_down=len(drawn) * count_bytes((sent.vector, sent.buffers, shared)),
+            bytes_up=count_bytes(context.probe) if context.probe is not None else 0,
         )
         after, replies = replace(server, round=now + 1), None
         if len(cohort):
@@ -131,6 +133,13 @@ class Federation:
         self._keep(server, after, replies)
         record = self._scored(record, after)
         return after, replace(record, seconds=time.perf_counter() - began)
+
+    def _probed(self, cohort: np.ndarray, server: Server, context: Context) -> Context:
+        """Return the context with the cohort's gradients, where the method asks for them."""
+        if not (self.method.probes and len(cohort)):
+            return context
+        sent = Sent(server.send, server.buffers, (), server.round)
+        return replace(context, probe=self.executor.probe(cohort, sent))
 
     def _merge(self, server: Server, gathered: Gathered, context: Context) -> tuple[Server, Served]:
         replies = gathered.replies
@@ -190,7 +199,7 @@ class Federation:
             train_loss=host[0],
             update_norm=host[1],
             model_norm=host[2],
-            bytes_up=up + record.replies * _REPLY_NUMBERS,
+            bytes_up=record.bytes_up + up + record.replies * _REPLY_NUMBERS,
             notes=_notes(served),
         )
 
