@@ -227,7 +227,7 @@
       const tell = ({ curve, x, y }) => `${curve.name}\n${panel.x_label}: ${short(x)}\n${panel.y_label}: ${short(y)}`;
       return frame(width, {
         x: { label: panel.x_label, ticks: width < 500 ? 5 : 10 },
-        y: { label: panel.y_label, grid: true, type: panel.log_y ? "log" : "linear" },
+        y: { label: panel.y_label, grid: true, ...(panel.log_y ? { type: "log", tickFormat: ".3~g" } : {}) },
         marks: [...curveMarks(curves, tell), ...markMarks(panel.marks)],
       });
     },
