@@ -8,13 +8,17 @@ dropout from a key. Integer buffers are the module's own: they are never sent or
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedbasin.core.vectors import Layout
+
+_ACTIVATIONS = nn.ReLU.__module__  # where torch keeps its activation functions
+_WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Outputs(NamedTuple):
@@ -125,6 +129,33 @@ class Net:
         if features is not None:
             features = features.to(self.dtype)
         return Outputs(logits.to(self.dtype), features, statistics)
+
+    def activations(
+        self, vector: Tensor, inputs: Tensor, buffers: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return what each activation function puts out in a scoring pass, by name and call.
+
+        A network without any gives the outputs of its linear and convolutional layers.
+        """
+        module, found = self._scoring.module, dict[str, Tensor]()
+        named = dict(module.named_modules())
+        chosen = {n: m for n, m in named.items() if type(m).__module__ == _ACTIVATIONS}
+        chosen = chosen or {n: m for n, m in named.items() if isinstance(m, _WEIGHTED)}
+
+        def keep(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+            def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+                again = sum(key.split(" ")[0] == name for key in found)
+                found[f"{name} {again + 1}" if again else name] = output
+
+            return hook
+
+        hooks = [part.register_forward_hook(keep(name)) for name, part in chosen.items()]
+        try:
+            self(vector, inputs, buffers)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
 
     def classify(self, vector: Tensor, features: Tensor) -> Tensor:
         """Return the logits [B, classes] of the head alone, for features [B, d]."""

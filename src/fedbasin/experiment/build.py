@@ -16,6 +16,7 @@ from fedbasin import data, partition
 from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import card_of, cards
 from fedbasin.core.expressions import Choice, parse
+from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
@@ -171,6 +172,7 @@ def build(
         client_archive=client_archive,
         # Last: what starts processes does so once nothing else can be wrong.
         executor=pick_executor(experiment, trainer, population, key),
+        holdings=Holdings(dataset.classes, population.class_counts(rows.classes).cpu().numpy()),
     )
 
 

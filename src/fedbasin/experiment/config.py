@@ -7,7 +7,6 @@ ones; values are checked when the configuration is made, so a bad one costs no t
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 
 from fedbasin.core.catalogue import Kind
 from fedbasin.core.expressions import ExpressionError, fit, is_fit, parse, text, type_name
+from fedbasin.core.settings import write_toml
 
 
 class ConfigError(ValueError):
@@ -131,6 +131,26 @@ class SimConfig:
 
 
 @dataclass(frozen=True)
+class SnapshotConfig:
+    """Which models are kept for analyses; none by default.
+
+    Args:
+        rounds: the rounds whose models are kept, counted from 1.
+        every: keep those of every k-th round too; 0 keeps none.
+        clients: keep what each client of these rounds sent back, beside the server's models.
+    """
+
+    rounds: tuple[int, ...] = ()
+    every: int = 0
+    clients: bool = False
+
+    def chosen(self, rounds: int) -> frozenset[int]:
+        """Return the rounds to keep of a run of so many."""
+        regular = range(self.every, rounds + 1, self.every) if self.every else ()
+        return frozenset(self.rounds).union(regular)
+
+
+@dataclass(frozen=True)
 class Experiment:
     """A whole run.
 
@@ -143,6 +163,7 @@ class Experiment:
         partition: who holds it.
         local: how clients train.
         sim: how the federation is simulated.
+        snapshots: which models are kept for analyses.
     """
 
     method: str = "fedavg"
@@ -153,6 +174,7 @@ class Experiment:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     sim: SimConfig = field(default_factory=SimConfig)
+    snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
 
     def __post_init__(self) -> None:
         for check in _CHECKS:
@@ -178,23 +200,10 @@ class Experiment:
 
     def to_toml(self) -> str:
         """Write every setting as TOML."""
-        top = {k: v for k, v in asdict(self).items() if not isinstance(v, dict)}
-        lines = [f"{key} = {_toml(value)}" for key, value in top.items()]
-        for name, section in asdict(self).items():
-            if isinstance(section, dict):
-                lines += ["", f"[{name}]"]
-                lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
-        return "\n".join(lines) + "\n"
+        return write_toml(asdict(self))
 
 
 _TOP: tuple[tuple[str, Kind], ...] = (("method", "method"), ("model", "model"))
-
-
-def _toml(value: str | bool | int | float) -> str:
-    """Write a scalar; JSON's strings are TOML's as long as nothing outside ASCII is escaped."""
-    if isinstance(value, float):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _check_expressions(experiment: Experiment) -> None:
@@ -233,6 +242,7 @@ def _check_ranges(experiment: Experiment) -> None:
             ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
             ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
             ("sim.client_memory", experiment.sim.client_memory, 0),
+            ("snapshots.every", experiment.snapshots.every, 0),
         ],
     )
     for name, value, least in low:
@@ -244,6 +254,9 @@ def _check_ranges(experiment: Experiment) -> None:
             raise ConfigError(f"{name} must be in [0, 1), got {share}")
     if not 0 < e.data.imbalance <= 1:
         raise ConfigError(f"data.imbalance must be in (0, 1], got {e.data.imbalance}")
+    for round in e.snapshots.rounds:
+        if not 1 <= round <= e.rounds:
+            raise ConfigError(f"snapshots.rounds must lie in 1 to {e.rounds} (rounds), got {round}")
 
 
 def _check_ray(experiment: Experiment) -> None:
@@ -277,6 +290,7 @@ def _section(cls: type[Any], settings: Mapping[str, Any], path: str) -> Any:
             close = difflib.get_close_matches(key, names, n=3, cutoff=0.5) or names
             raise ConfigError(f"unknown setting {where!r}; there is {', '.join(close)}")
         wanted = hints[key]
+        value = tuple(value) if isinstance(value, list) else value  # TOML has no tuples
         if is_dataclass(wanted):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where} is a section: write [{where}] and its settings below")

@@ -68,7 +68,7 @@ class Report(NamedTuple):
 class FeatureAnchors(LocalRule):
     """The client half."""
 
-    pull: float
+    strength: float
     keep: float
     head_lr: float
 
@@ -98,7 +98,7 @@ class FeatureAnchors(LocalRule):
         term = (mean_weight.sum(1) * distance).sum() / len(anchors)
         total = carry.total + mean_weight.T @ features.detach()
         seen = carry.batches + (counts > 0)
-        return value + self.pull * term, carry._replace(total=total, batches=seen)
+        return value + self.strength * term, carry._replace(total=total, batches=seen)
 
     def after_step(
         self, carry: AnchorCarry, vector: Tensor, net: Net
