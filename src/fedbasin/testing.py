@@ -287,7 +287,7 @@ def law_cohort_equals_loop(method: Method) -> None:
     loop = toy_federation(method, sgd=SGD(0.5, 0.01, 2.0))
     one = loop.executor
     assert isinstance(one, LoopExecutor)
-    whole = CohortExecutor(one.trainer, one.population, one.key, compiled=False)
+    whole = CohortExecutor(one.trainer, one.population, one.key, compiled="no")
     for a, b in zip(_servers(loop), _servers(replace(loop, executor=whole)), strict=True):
         _close(a.send, b.send, f"round {a.round}: the cohort executor sends another model")
         _close(a.score, b.score, f"round {a.round}: the cohort executor scores another model")

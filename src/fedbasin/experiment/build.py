@@ -23,7 +23,7 @@ from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
-from fedbasin.sim.cohort import CohortExecutor, Unsupported
+from fedbasin.sim.cohort import CohortExecutor, Compiled, Unsupported
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
 
@@ -54,7 +54,7 @@ def pick_device(name: str) -> torch.device:
 
 def pick_precision(name: str, device: torch.device) -> torch.dtype:
     """Turn a precision's name into a floating type, and let CUDA use tf32 where it says so."""
-    fast = device.type == "cuda" and name in ("auto", "tf32")
+    fast = device.type == "cuda" and name in ("auto", "tf32", "bf16")
     torch.backends.cuda.matmul.allow_tf32 = fast
     torch.backends.cudnn.allow_tf32 = fast
     return torch.float64 if name == "fp64" else torch.float32
@@ -98,7 +98,7 @@ def build(
     shape = tuple(rows.splits.train.inputs.shape[1:])
     with torch_draws_from(key.fold("model")):
         module = parse(experiment.model, "model")(shape, rows.classes)
-    net = Net(module, device, dtype)
+    net = Net(module, device, dtype, mixed=experiment.sim.precision == "bf16")
     transform = _transform(dataset, experiment.data, dtype)
 
     def examiner(part: data.Rows) -> Examiner:
@@ -166,11 +166,13 @@ def pick_executor(
     )
     if name == "loop" or (name == "auto" and not (on_cuda or small)):
         return loop
-    compiled = on_cuda and trainer.net.compiles
-    if experiment.sim.compile != "auto":
-        compiled = experiment.sim.compile == "on"
+    sim = experiment.sim
+    compiled: Compiled = "wide" if on_cuda and trainer.net.compiles else "no"
+    if sim.compile != "auto":
+        compiled = "all" if sim.compile == "on" else "no"
+    memory = int(sim.memory * 2**30)
     try:
-        return CohortExecutor(trainer, population, key, compiled, experiment.sim.chunk)
+        return CohortExecutor(trainer, population, key, compiled, sim.chunk, memory)
     except Unsupported as reason:
         if name == "cohort":
             raise ConfigError(f"sim.executor: cohort cannot be used: {reason}") from reason

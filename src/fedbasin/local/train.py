@@ -129,9 +129,10 @@ class Trainer:
 
     def chances(self, labels: Tensor) -> Tensor | None:
         """Return how likely each row [n] is, where a rule draws rows with replacement."""
-        counts = torch.bincount(labels, minlength=self.classes)
-        owners = [rule for rule in self.rules if "rows" in rule.owns]
-        return owners[0].chances(labels, counts) if owners else None
+        for rule in self.rules:
+            if "rows" in rule.owns:
+                return rule.chances(labels, torch.bincount(labels, minlength=self.classes))
+        return None
 
     def _survey(self, rule: LocalRule, shared: Any, shard: Shard, received: Received) -> Any:
         """Return the sums of a rule's survey over all rows."""

@@ -206,10 +206,11 @@ class Federation:
         if not (last or late or record.round % self.evaluate_every == 0):
             return record
         began = time.perf_counter()
-        score = self.test.score(server.score, server.buffers)
-        raw = None
+        models = [server.score]
         if server.send is not server.score:
-            raw = self.test.score(server.send, server.buffers).accuracy
+            models.append(server.send)
+        score, *others = self.test.scores(models, server.buffers)
+        raw = others[0].accuracy if others else None
         return replace(
             record,
             accuracy=score.accuracy,
