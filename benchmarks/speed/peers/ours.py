@@ -23,7 +23,7 @@ class Ours:
     def __init__(self, work, options):
         networks.prepare(options.device)
         shape, self.device = work.shape, options.device
-        experiment = Experiment(sim=SimConfig(device=options.device))
+        experiment = Experiment(sim=SimConfig(device=options.device, workers=options.processes))
         device = pick_device(options.device)
         dtype = pick_precision("auto", device)
         module = parse(shape.model, "model")(shape.image, CLASSES)

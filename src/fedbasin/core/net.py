@@ -66,6 +66,9 @@ class Net:
         self.layout = Layout.of(trainable, _head_names(module, [n for n, _ in trainable]))
         self.buffer_layout = Layout.of(statistics)
         self.device, self.dtype = torch.device(device), dtype
+        # oneDNN's convolutions and poolings are faster with the channels innermost
+        convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
+        self._channels_last = convolves and self.device.type == "cpu"
         self.compiles = bool(getattr(module, "compiles", True))  # a module may say it does not pay
         self._counters = [
             (n, b) for n, b in module.named_buffers() if not b.is_floating_point() and b.dim() == 0
@@ -113,6 +116,12 @@ class Net:
             module, {f"module.{name}": tensor for name, tensor in named.items()}, (inputs,)
         )
         return Outputs(logits, features, statistics)
+
+    def arranged(self, inputs: Tensor) -> Tensor:
+        """Return inputs in the memory order that the network runs fastest on; not for `vmap`."""
+        if not self._channels_last or inputs.dim() != 4:
+            return inputs
+        return inputs.to(memory_format=torch.channels_last)
 
     @property
     def has_statistics(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.sim.cohort import CohortExecutor, Unsupported
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.workers import WorkerExecutor
 
 
 @dataclass(frozen=True)
@@ -148,30 +151,43 @@ def build(
     )
 
 
+# A CPU gains nothing from a matrix of clients but Python's time; above so many weights, or with
+# convolutions, arithmetic outweighs it (benchmarks/speed/executors.py measures both sides).
+MATRIX_PAYS_BELOW = 300_000
+
+
 def pick_executor(
     experiment: Experiment, trainer: Trainer, population: Population, key: Key
 ) -> Executor:
-    """Choose how cohorts are trained: a matrix on CUDA and for small models, else a loop.
+    """Choose how cohorts are trained: a matrix on CUDA and for small dense models, else a loop.
 
-    On a CPU the matrix saves Python's time but not arithmetic, so it wins only where a step is
-    mostly overhead: networks without convolutions of up to a few hundred thousand weights.
+    With `sim.workers` above 1 the loop is shared out to processes.
     """
-    loop = LoopExecutor(trainer, population, key)
-    name, on_cuda = experiment.sim.executor, trainer.net.device.type == "cuda"
-    small = trainer.net.layout.size < 300_000 and all(
-        len(s) <= 2 for s in trainer.net.layout.shapes
-    )
-    if name == "loop" or (name == "auto" and not (on_cuda or small)):
-        return loop
+    sim, on_cuda = experiment.sim, trainer.net.device.type == "cuda"
+    if not on_cuda:
+        keep_freed_memory()
+    if sim.executor == "loop" or (sim.executor == "auto" and not (on_cuda or _is_small(trainer))):
+        return _loop(experiment, trainer, population, key)
     compiled = on_cuda and trainer.net.compiles
-    if experiment.sim.compile != "auto":
-        compiled = experiment.sim.compile == "on"
+    if sim.compile != "auto":
+        compiled = sim.compile == "on"
     try:
-        return CohortExecutor(trainer, population, key, compiled, experiment.sim.chunk)
+        return CohortExecutor(trainer, population, key, compiled, sim.chunk)
     except Unsupported as reason:
-        if name == "cohort":
+        if sim.executor == "cohort":
             raise ConfigError(f"sim.executor: cohort cannot be used: {reason}") from reason
-        return loop
+        return _loop(experiment, trainer, population, key)
+
+
+def _is_small(trainer: Trainer) -> bool:
+    layout = trainer.net.layout
+    return layout.size < MATRIX_PAYS_BELOW and all(len(shape) <= 2 for shape in layout.shapes)
+
+
+def _loop(experiment: Experiment, trainer: Trainer, population: Population, key: Key) -> Executor:
+    if experiment.sim.workers == 1 or trainer.net.device.type != "cpu":
+        return LoopExecutor(trainer, population, key)
+    return WorkerExecutor(trainer, population, key, experiment.sim.workers)
 
 
 def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -185,7 +201,7 @@ def _transform(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype) 
     if settings.normalise != "dataset":
         mean, std = (middle,) * len(mean), (spread,) * len(std)
     transform = Transform(mean, std, augment=settings.augment, kind=dataset.kind)
-    return lambda raw, key=None: transform(raw, key, dtype)
+    return partial(transform, dtype=dtype)
 
 
 def _sgd(experiment: Experiment) -> SGD:

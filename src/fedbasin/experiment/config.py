@@ -94,6 +94,7 @@ class SimConfig:
         dropout: chance that a drawn client does not answer.
         executor: how a cohort is trained: ``"loop"`` (one client after another), ``"cohort"`` (all
             as one matrix), or ``"auto"`` (the faster of the two for the device and the model).
+        workers: processes that share the clients of a loop on a CPU, with one thread each.
         compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA.
         chunk: most clients that advance together; 0 is the whole cohort.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
@@ -108,6 +109,7 @@ class SimConfig:
     participation: str = "fraction(rate=0.1)"
     dropout: float = 0.0
     executor: Literal["auto", "loop", "cohort"] = "auto"
+    workers: int = 1
     compile: Literal["auto", "on", "off"] = "auto"
     chunk: int = 0
     device: str = "auto"
@@ -215,6 +217,7 @@ def _check_ranges(experiment: Experiment) -> None:
             ("local.batch", experiment.local.batch, 1),
             ("local.weight_decay", experiment.local.weight_decay, 0),
             ("local.clip", experiment.local.clip, 0),
+            ("sim.workers", experiment.sim.workers, 1),
             ("sim.chunk", experiment.sim.chunk, 0),
             ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
             ("sim.evaluate_last", experiment.sim.evaluate_last, 0),

@@ -150,7 +150,7 @@ class Trainer:
 
     def _batch(self, shard: Shard, index: Tensor, key: Tensor | None, number: int) -> Batch:
         augment = None if key is None else fold_in(fold_in(key, AUGMENT), number)
-        inputs = self.transform(shard.inputs[index], augment)
+        inputs = self.net.arranged(self.transform(shard.inputs[index], augment))
         return Batch(inputs, shard.labels[index], inputs.new_ones(len(index), dtype=self.net.dtype))
 
 

@@ -70,7 +70,8 @@ class Examiner:
         for raw, labels in zip(
             self.inputs.split(self.chunk), self.labels.split(self.chunk), strict=True
         ):
-            logits = self.net(vector, self.transform(raw, None), buffers).logits
+            inputs = self.net.arranged(self.transform(raw, None))
+            logits = self.net(vector, inputs, buffers).logits
             total += F.cross_entropy(logits, labels, reduction="sum")
             right += torch.bincount(labels[logits.argmax(1) == labels], minlength=self.classes)
         members = torch.bincount(self.labels, minlength=self.classes)
