@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench-gpu clean
+.PHONY: help demo test lint format bench-peers bench-gpu clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ lint: $(VENV)/.dev ## check format, style, types and who imports whom
 format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench-peers: $(VENV)/.core ## run the same work with Flower, pfl-research, FedLab, FedJAX and fedbasin
+	$(BIN)/python benchmarks/speed/cpu.py --out benchmarks/speed/results/cpu.json $(ARGS)
 
 bench-gpu: $(VENV)/.core ## measure the executors and the public simulator benchmark on a GPU
 	$(BIN)/python benchmarks/speed/gpu.py --out benchmarks/speed/results/gpu.json

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from fedbasin.core.rng import Key, root, torch_draws_from
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
+from fedbasin.local.batches import count_steps
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
 from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.sim.cohort import CohortExecutor, Unsupported
@@ -154,6 +157,8 @@ def build(
 # A CPU gains nothing from a matrix of clients but Python's time; above so many weights, or with
 # convolutions, arithmetic outweighs it (benchmarks/speed/executors.py measures both sides).
 MATRIX_PAYS_BELOW = 300_000
+# Compiling such a step takes a CPU 10 to 30 seconds and saves about 2 milliseconds each time.
+COMPILING_PAYS_FROM = 20_000
 
 
 def pick_executor(
@@ -168,7 +173,7 @@ def pick_executor(
         keep_freed_memory()
     if sim.executor == "loop" or (sim.executor == "auto" and not (on_cuda or _is_small(trainer))):
         return _loop(experiment, trainer, population, key)
-    compiled = on_cuda and trainer.net.compiles
+    compiled = trainer.net.compiles and (on_cuda or _compiling_pays(experiment, population))
     if sim.compile != "auto":
         compiled = sim.compile == "on"
     try:
@@ -182,6 +187,14 @@ def pick_executor(
 def _is_small(trainer: Trainer) -> bool:
     layout = trainer.net.layout
     return layout.size < MATRIX_PAYS_BELOW and all(len(shape) <= 2 for shape in layout.shapes)
+
+
+def _compiling_pays(experiment: Experiment, population: Population) -> bool:
+    """Whether a run on a CPU is long enough to compile its step, and a compiler is there."""
+    local, largest = experiment.local, int(population.sizes.max(initial=0))
+    plan = Plan(local.lr, None, local.steps) if local.steps else Plan(local.lr, local.epochs)
+    steps = experiment.rounds * count_steps(plan, largest, local.batch)
+    return steps >= COMPILING_PAYS_FROM and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def _loop(experiment: Experiment, trainer: Trainer, population: Population, key: Key) -> Executor:

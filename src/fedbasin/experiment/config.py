@@ -95,7 +95,8 @@ class SimConfig:
         executor: how a cohort is trained: ``"loop"`` (one client after another), ``"cohort"`` (all
             as one matrix), or ``"auto"`` (the faster of the two for the device and the model).
         workers: processes that share the clients of a loop on a CPU, with one thread each.
-        compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA.
+        compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA, and on a CPU
+            with a C++ compiler where the run takes 20,000 steps or more.
         chunk: most clients that advance together; 0 is the whole cohort.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
         precision: floating type of models and training: ``"fp32"``, ``"tf32"`` (fp32 with faster,
