@@ -66,6 +66,8 @@ class Net:
         self.layout = Layout.of(trainable, _head_names(module, [n for n, _ in trainable]))
         self.buffer_layout = Layout.of(statistics)
         self.device, self.dtype = torch.device(device), dtype
+        every = list(module.named_parameters(remove_duplicate=False))
+        self._tied = len(every) > len(list(module.parameters()))  # looking for ties takes time
         # oneDNN's convolutions and poolings are faster with the channels innermost
         convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
         self._channels_last = convolves and self.device.type == "cpu"
@@ -113,7 +115,10 @@ class Net:
                     named[name] = key
         module = self._training if training else self._scoring
         logits, features = functional_call(
-            module, {f"module.{name}": tensor for name, tensor in named.items()}, (inputs,)
+            module,
+            {f"module.{name}": tensor for name, tensor in named.items()},
+            (inputs,),
+            tie_weights=self._tied,
         )
         return Outputs(logits, features, statistics)
 

@@ -154,9 +154,9 @@ def build(
     )
 
 
-# A CPU gains nothing from a matrix of clients but Python's time; above so many weights, or with
-# convolutions, arithmetic outweighs it (benchmarks/speed/executors.py measures both sides).
-MATRIX_PAYS_BELOW = 300_000
+# A matrix of clients saves a CPU Python's time but no arithmetic: measured, it wins for dense
+# networks up to about this size and loses for convolutions (benchmarks/speed/executors.py).
+MATRIX_PAYS_BELOW = 200_000
 # Compiling such a step takes a CPU 10 to 30 seconds and saves about 2 milliseconds each time.
 COMPILING_PAYS_FROM = 20_000
 

@@ -84,11 +84,14 @@ class Trainer:
         size = received.vector.numel() if self.sgd.momentum else 0
         point = Point(received.vector, received.vector.new_zeros(size), received.buffers, carries)
         losses, counts = [], []
+        numbers = torch.arange(steps, device=received.key.device)
+        augment, dropout = (
+            fold_in(fold_in(received.key, use), numbers).unbind() for use in (AUGMENT, DROPOUT)
+        )
         for number, index in enumerate(batches(received.key, plan, rows, self.batch)):
-            batch = self._batch(shard, index, received.key, number)
-            key = fold_in(fold_in(received.key, DROPOUT), number)
+            batch = self._batch(shard, index, augment[number])
             point, loss = step(
-                point, batch, plan.lr, key, net=self.net, rules=self.rules, sgd=self.sgd
+                point, batch, plan.lr, dropout[number], net=self.net, rules=self.rules, sgd=self.sgd
             )
             losses.append(loss)
             counts.append(len(index))
@@ -116,7 +119,7 @@ class Trainer:
         """Return the gradient [P] of the mean loss over all rows, without augmentation."""
         total = torch.zeros_like(vector)
         for index in torch.arange(len(shard.labels), device=vector.device).split(512):
-            batch = self._batch(shard, index, None, 0)
+            batch = self._batch(shard, index, None)
 
             def loss(v: Tensor, batch: Batch = batch) -> tuple[Tensor, Any]:
                 value = task_loss(self.net(v, batch.inputs, buffers).logits, batch)
@@ -148,8 +151,7 @@ class Trainer:
             for shared, own in zip(received.shared, received.own, strict=True)
         )
 
-    def _batch(self, shard: Shard, index: Tensor, key: Tensor | None, number: int) -> Batch:
-        augment = None if key is None else fold_in(fold_in(key, AUGMENT), number)
+    def _batch(self, shard: Shard, index: Tensor, augment: Tensor | None) -> Batch:
         inputs = self.net.arranged(self.transform(shard.inputs[index], augment))
         return Batch(inputs, shard.labels[index], inputs.new_ones(len(index), dtype=self.net.dtype))
 
