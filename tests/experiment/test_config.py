@@ -79,7 +79,7 @@ def test_resolving_is_canonical_and_idempotent():
         ({"sim": {"dropout": -0.1}}, ["sim.dropout", "-0.1"]),
         ({"data": {"imbalance": 0.0}}, ["data.imbalance", "0.0"]),
         ({"seed": -1}, ["seed", "-1"]),
-        ({"sim": {"workers": 2}}, ["sim.workers", "sim.executor=ray"]),
+        ({"sim": {"executor": "cohort", "workers": 2}}, ["sim.workers", "one matrix"]),
         ({"sim": {"address": "auto"}}, ["sim.address", "sim.executor=ray"]),
         ({"sim": {"executor": "ray", "workers": -1}}, ["sim.workers", "-1"]),
         ({"sim": {"executor": "ray", "address": "ray://a:10001"}}, ["ray://a:10001", "host:port"]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +27,15 @@ from fedbasin.core.rule import Setting
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
+from fedbasin.local.batches import count_steps
 from fedbasin.models.atoms import SymmetryError
 from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.sim.cohort import CohortExecutor, Unsupported
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.workers import WorkerExecutor
 
 COMPILE_PAYS = 50  # rounds; shorter runs end before compiling has paid for itself
 
@@ -176,34 +181,58 @@ def build(
     )
 
 
+# A matrix of clients saves a CPU Python's time but no arithmetic: measured, it wins for dense
+# networks up to about this size and loses for convolutions (benchmarks/speed/executors.py).
+MATRIX_PAYS_BELOW = 200_000
+# Compiling such a step takes a CPU 10 to 30 seconds and saves about 2 milliseconds each time.
+COMPILING_PAYS_FROM = 20_000
+
+
 def pick_executor(
     experiment: Experiment, trainer: Trainer, population: Population, key: Key
 ) -> Executor:
-    """Choose how cohorts are trained: a matrix on CUDA and for small models, else a loop.
+    """Choose how cohorts are trained: a matrix on CUDA and for small dense models, else a loop.
 
-    On a CPU the matrix saves Python's time but not arithmetic, so it wins only where a step is
-    mostly overhead: networks without convolutions of up to a few hundred thousand weights.
+    With `sim.workers` above 1 the loop is shared out to processes.
     """
-    if experiment.sim.executor == "ray":
+    sim, on_cuda = experiment.sim, trainer.net.device.type == "cuda"
+    if sim.executor == "ray":
         return _on_ray(experiment, trainer, population, key)
-    loop = LoopExecutor(trainer, population, key)
-    name, on_cuda = experiment.sim.executor, trainer.net.device.type == "cuda"
-    small = trainer.net.layout.size < 300_000 and all(
-        len(s) <= 2 for s in trainer.net.layout.shapes
-    )
-    if name == "loop" or (name == "auto" and not (on_cuda or small)):
-        return loop
-    sim = experiment.sim
-    compiled = on_cuda and trainer.net.compiles and experiment.rounds >= COMPILE_PAYS
+    if not on_cuda:
+        keep_freed_memory()
+    if sim.executor == "loop" or (sim.executor == "auto" and not (on_cuda or _is_small(trainer))):
+        return _loop(experiment, trainer, population, key)
+    compiled = trainer.net.compiles and _compiling_pays(experiment, population, on_cuda)
     if sim.compile != "auto":
         compiled = sim.compile == "on"
     memory = int(sim.memory * 2**30)
     try:
         return CohortExecutor(trainer, population, key, compiled, sim.chunk, memory)
     except Unsupported as reason:
-        if name == "cohort":
+        if sim.executor == "cohort":
             raise ConfigError(f"sim.executor: cohort cannot be used: {reason}") from reason
-        return loop
+        return _loop(experiment, trainer, population, key)
+
+
+def _is_small(trainer: Trainer) -> bool:
+    layout = trainer.net.layout
+    return layout.size < MATRIX_PAYS_BELOW and all(len(shape) <= 2 for shape in layout.shapes)
+
+
+def _compiling_pays(experiment: Experiment, population: Population, on_cuda: bool) -> bool:
+    """Whether a run is long enough to compile its step, and on a CPU a compiler is there."""
+    if on_cuda:
+        return experiment.rounds >= COMPILE_PAYS
+    local, largest = experiment.local, int(population.sizes.max(initial=0))
+    plan = Plan(local.lr, None, local.steps) if local.steps else Plan(local.lr, local.epochs)
+    steps = experiment.rounds * count_steps(plan, largest, local.batch)
+    return steps >= COMPILING_PAYS_FROM and shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def _loop(experiment: Experiment, trainer: Trainer, population: Population, key: Key) -> Executor:
+    if experiment.sim.workers <= 1 or trainer.net.device.type != "cpu":
+        return LoopExecutor(trainer, population, key)
+    return WorkerExecutor(trainer, population, key, experiment.sim.workers)
 
 
 def _on_ray(experiment: Experiment, trainer: Trainer, population: Population, key: Key) -> Executor:
@@ -245,7 +274,7 @@ def _transform(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype) 
     if settings.normalise != "dataset":
         mean, std = (middle,) * len(mean), (spread,) * len(std)
     transform = Transform(mean, std, augment=settings.augment, kind=dataset.kind)
-    return lambda raw, key=None: transform(raw, key, dtype)
+    return partial(transform, dtype=dtype)
 
 
 def _sgd(experiment: Experiment) -> SGD:

@@ -95,10 +95,11 @@ class SimConfig:
         executor: how a cohort is trained: ``"loop"`` (one client after another), ``"cohort"`` (all
             as one matrix), ``"auto"`` (the faster of the two for the device and the model), or
             ``"ray"`` (shards of the cohort on Ray workers, each of which is on ``"auto"``).
-        workers: how many Ray workers; 0 is one for each GPU of the cluster, or for each core.
+        workers: processes that share a cohort, with one thread each: of a loop on a CPU, or of Ray;
+            0 is one process for a loop, and for Ray one for each GPU, or for each core.
         address: a running Ray cluster, ``"auto"`` or ``"host:port"``; empty starts one here.
-        compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA, in runs of at
-            least 50 rounds.
+        compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA in runs of at
+            least 50 rounds, and on a CPU with a C++ compiler in those of 20,000 steps or more.
         chunk: most clients that advance together; 0 is as many as the memory holds.
         memory: GiB that they may take; 0 is a share of what is free.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
@@ -261,9 +262,10 @@ def _check_ranges(experiment: Experiment) -> None:
 
 def _check_ray(experiment: Experiment) -> None:
     sim = experiment.sim
-    for name in ("workers", "address"):
-        if getattr(sim, name) and sim.executor != "ray":
-            raise ConfigError(f"sim.{name} is for Ray: set sim.executor=ray, or leave it out")
+    if sim.address and sim.executor != "ray":
+        raise ConfigError("sim.address is for Ray: set sim.executor=ray, or leave it out")
+    if sim.workers > 1 and sim.executor == "cohort":
+        raise ConfigError("sim.workers share a loop or a Ray cluster: the cohort is one matrix")
     host, _, port = sim.address.rpartition(":")
     if sim.address not in ("", "auto") and ("/" in host or not host or not port.isdecimal()):
         raise ConfigError(

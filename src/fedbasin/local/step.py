@@ -204,5 +204,7 @@ def descend(
     if sgd.weight_decay:
         direction = direction + sgd.weight_decay * vector
     if sgd.momentum:
-        direction = momentum = sgd.momentum * momentum + direction
-    return vector - lr * direction, momentum
+        direction = momentum = torch.add(direction, momentum, alpha=sgd.momentum)
+    if isinstance(lr, Tensor):
+        return vector - lr * direction, momentum
+    return torch.sub(vector, direction, alpha=lr), momentum  # one pass over memory, not two
