@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from fedbasin.core.catalogue import card_of
 from fedbasin.core.expressions import parse, text
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Wrapper
 from fedbasin.core.net import Net
+from fedbasin.core.permutations import Group
 from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.core.state import load, same, save
 from fedbasin.core.tree import flatten, rebuild
 from fedbasin.local import SGD, Trainer
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.loop import Sent
@@ -110,9 +113,11 @@ def toy_federation(
             key,
             batch=4,
             examples=sum(sizes) / 6,
+            momentum=sgd.momentum if sgd else 0.0,
             proxy=examiner(slice(41, 56)),
             class_counts=population.class_counts(3),
             net=net,
+            permutations=None if module else _toy_permutations(),
         ),
         schedule=lambda round: Plan(0.3 * 0.9**round, 2),
         participation=parse(participation, "participation"),
@@ -138,6 +143,11 @@ class _ToyNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits."""
         return self.head(self.features(x))  # type: ignore[no-any-return]
+
+
+@cache
+def _toy_permutations() -> tuple[Group, ...]:
+    return permutations(_ToyNetwork(), torch.zeros(2, 4))
 
 
 def trajectory(method: Method, **settings: Any) -> list[Server]:
@@ -301,10 +311,7 @@ def law_cohort_equals_loop(method: Method) -> None:
 def law_payload_is_what_the_card_says(method: Method) -> None:
     """A round moves as many models down and up as the card says, and a few numbers."""
     federation = toy_federation(method)
-    base = method
-    while isinstance(base, Wrapper):
-        base = base.inner
-    card = card_of(base)
+    card = card_of(method.base if isinstance(method, Wrapper) else method)
     servers, record = next(iter(federation.rounds_from(*federation.begin())))
     model = servers.send.numel() * servers.send.element_size()
     down = record.bytes_down / (record.replies + record.dropped)

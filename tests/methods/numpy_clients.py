@@ -81,6 +81,20 @@ class NumpyClients:
     def lr(self, round):
         return self.federation.schedule(round).lr
 
+    def sgd(self, round, server, *, momentum=0.0, decay=0.0, mu=0.0):
+        """Train a cohort by plain SGD: models [C, P], sample counts [C] and steps [C]."""
+        ends, sizes, steps = [], [], []
+        for client in self.cohort(round):
+            v, speed, k = server.copy(), np.zeros_like(server), 0
+            for inputs, labels in self.steps(round, client):
+                g = self.gradient(v, inputs, labels) + mu * (v - server)
+                speed = momentum * speed + g + decay * v
+                v, k = v - self.lr(round) * speed, k + 1
+            ends.append(v)
+            sizes.append(self.sizes[client])
+            steps.append(k)
+        return np.array(ends), np.array(sizes, dtype=float), np.array(steps)
+
 
 def models(federation):
     """The models a federation sends, round by round."""

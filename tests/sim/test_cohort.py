@@ -1,5 +1,6 @@
 """The cohort executor equals the loop: every model and setting, whatever the chunking."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +17,14 @@ from fedbasin.experiment import ConfigError, Experiment, build
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
 from fedbasin.local import SGD, Prox, Trainer, batches
 from fedbasin.local.draws import cohort_rows
+from fedbasin.local.step import Point
 from fedbasin.methods import FedAvg, Scaffold
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.cohort import LADDER, CohortExecutor, Unsupported, rung
+from fedbasin.sim.cohort import LADDER, CohortExecutor, Counters, Unsupported, rung
+from fedbasin.sim.lane import Lane, Progress, _in_place, cloned
 from fedbasin.sim.loop import Sent
+from fedbasin.sim.memory import client_bytes, free_bytes
 from fedbasin.testing import toy_federation
 
 KEY = root(3)
@@ -36,8 +40,9 @@ def test_the_cohorts_rows_are_the_loops_batches(plan):
     from fedbasin.local.batches import count_steps
 
     steps = [count_steps(plan, n, 4) for n in sizes]
+    epochs = max(-(-k // -(-n // 4)) for k, n in zip(steps, sizes, strict=True))
     rows, real = cohort_rows(
-        keys_tensor(keys), torch.tensor(sizes), torch.tensor(steps), 4, max(steps) + 2, 33
+        keys_tensor(keys), torch.tensor(sizes), torch.tensor(steps), 4, max(steps) + 2, 33, epochs
     )
     for c, (key, n) in enumerate(zip(keys, sizes, strict=True)):
         expected = batches(key.tensor(), plan, n, 4)
@@ -131,7 +136,7 @@ def test_padding_never_trains_anyone():
 
 
 def test_clients_that_have_finished_stand_still_beside_those_that_have_not():
-    """Five of seven active clients share a width of six: the sixth must not drift on momentum."""
+    """Five of seven clients are active at a width of seven: the others must not drift."""
     settings = {"sizes": (29, 25, 21, 17, 13, 9, 5), "sgd": SGD(0.9, 0.1)}
     loop, cohort = executors("logistic", (1, 6, 6), **settings)
     everyone = tuple(range(7))
@@ -144,9 +149,9 @@ def test_the_active_set_shrinks_and_little_is_wasted():
     _, cohort = executors("logistic", (1, 6, 6))
     trained(cohort, Plan(0.1, 5), rounds=1)
     assert cohort.counters.useful == sum(5 * -(-n // 4) for n in SIZES)
-    assert cohort.facts() == {"executor": "cohort", "shapes_compiled": 0, "share_useful_steps": 1.0}
-    assert cohort.counters.share_useful == 1.0  # four clients: every size is on the ladder
-    assert [rung(n) for n in (1, 5, 10, 11, 129)] == [1, 6, 10, 12, 160]
+    # Four clients take 20, 10, 10 and 5 steps: ten steps at a width of four, then ten alone.
+    assert cohort.facts() == {"executor": "cohort", "shapes_compiled": 0, "share_useful_steps": 0.9}
+    assert [rung(n) for n in (1, 5, 10, 11, 129)] == [1, 7, 10, 16, 150]
     assert list(LADDER) == sorted(LADDER)
 
 
@@ -216,3 +221,82 @@ def test_client_states_are_kept_apart():
         kept.append(torch.stack([states.get(i)[0].control for i in range(6)]))
     torch.testing.assert_close(kept[0], kept[1], rtol=1e-10, atol=1e-12)
     assert FedAvg().rules() == ()
+
+
+def test_a_memory_budget_cuts_the_cohort_into_even_chunks():
+    loop, cohort = executors("mlp(widths=(4,))", (1, 2, 2))
+    vector = cohort.trainer.net.initial()[0]
+    one = client_bytes(cohort.trainer, cohort.population, vector)
+    assert one > 5 * vector.numel() * 8
+    plan = Plan(0.1, 2)
+    whole = trained(loop, plan).replies.models
+    for clients, width in ((1, 1), (3, 2), (4, 4), (9, 4)):
+        tight = replace(cohort, memory=int(one * (clients + 0.5)), counters=Counters(), _lanes={})
+        torch.testing.assert_close(trained(tight, plan).replies.models, whole)
+        assert tight._width(4, vector) == width
+    assert free_bytes(torch.device("cpu")) > 2**20
+
+
+def test_bigger_networks_and_batches_take_more_memory():
+    _, small = executors("mlp(widths=(4,))", (1, 2, 2))
+    _, large = executors("mlp(widths=(64,))", (1, 2, 2))
+    wide = replace(small, trainer=replace(small.trainer, batch=64))
+    momentum = replace(small, trainer=replace(small.trainer, sgd=SGD(0.9)))
+
+    def bytes_of(executor):
+        vector = executor.trainer.net.initial()[0]
+        return client_bytes(executor.trainer, executor.population, vector)
+
+    assert bytes_of(small) < min(bytes_of(large), bytes_of(wide), bytes_of(momentum))
+
+
+def test_out_of_memory_halves_the_chunk_says_so_and_gives_the_same_result(monkeypatch):
+    loop, cohort = executors("mlp(widths=(4,))", (1, 2, 2))
+    run, most = Lane.run, 1
+
+    def narrow(self, progress, course, count):
+        if len(progress.sums) > most:
+            raise torch.OutOfMemoryError("no room")
+        return run(self, progress, course, count)
+
+    monkeypatch.setattr(Lane, "run", narrow)
+    with pytest.warns(UserWarning, match=r"ran out of memory; going on with [21]\b"):
+        found = trained(cohort, Plan(0.1, 2))
+    torch.testing.assert_close(found.replies.models, trained(loop, Plan(0.1, 2)).replies.models)
+    assert cohort.counters.width == 1
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(cohort, Plan(0.1, 2))
+
+
+def test_mixed_precision_trains_close_to_single_and_keeps_models_in_it():
+    _, single = executors("mlp(widths=(16,))", (1, 4, 4), dtype=torch.float32)
+    net = single.trainer.net
+    mixed = copy.copy(net)
+    mixed.mixed = True
+    half = replace(single, trainer=replace(single.trainer, net=mixed), _lanes={})
+    a, b = trained(single, Plan(0.1, 2)), trained(half, Plan(0.1, 2))
+    assert b.replies.models.dtype == torch.float32
+    assert not torch.equal(a.replies.models, b.replies.models)
+    torch.testing.assert_close(a.replies.models, b.replies.models, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_step_in_place_is_the_step(backend):
+    """What a captured graph replays, compiled or not, on a device that cannot capture."""
+    _, cohort = executors("mlp(widths=(4,))", (1, 2, 2), sgd=SGD(0.9, 0.01))
+    vector, buffers = cohort.trainer.net.initial()
+    sent, steps = Sent(vector, buffers, (), 0), np.array([4, 1])
+    course, _ = cohort._course(np.array([0, 1]), steps, sent, Plan(0.1, 1))
+    point = Point(vector.expand(2, -1), torch.zeros(2, vector.numel()).double(), buffers[None], ())
+    point = point._replace(buffers=buffers.expand(2, -1))
+    progress = cloned(Progress(point, vector.new_zeros(2, 4), torch.zeros((), dtype=torch.int64)))
+    data = (cohort.population.inputs, cohort.population.labels)
+    expected = cohort._one_step(progress, course, *data)
+    advance = _in_place(cohort._one_step)
+    if backend:
+        advance = torch.compile(advance, dynamic=False, fullgraph=True, backend=backend)
+    advance(progress, course, *data)
+    assert int(progress.number) == 1
+    torch.testing.assert_close(progress.point.vector, expected.point.vector, rtol=1e-12, atol=0)
+    torch.testing.assert_close(progress.point.momentum, expected.point.momentum, rtol=1e-12, atol=0)

@@ -16,6 +16,7 @@ def cohort_rows(
     batch: int,
     most_steps: int,
     most_rows: int,
+    epochs: int,
     chances: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return row numbers [C, K, B] within each client and which of them are real.
@@ -27,11 +28,11 @@ def cohort_rows(
         batch: batch size, B.
         most_steps: K, the largest number of steps.
         most_rows: the largest number of rows.
+        epochs: the largest number of passes that a client's steps take, begun ones included.
         chances: [C, most_rows] for clients that draw with replacement; 0 beyond their rows.
     """
     device = keys.device
     passes = torch.div(sizes + batch - 1, batch, rounding_mode="floor").clamp(min=1)  # an epoch
-    epochs = max(1, int(torch.div(steps + passes - 1, passes, rounding_mode="floor").max()))
     counter = torch.arange(most_rows, device=device).expand(len(sizes), most_rows)
     beyond = counter >= sizes[:, None]
     ordered = fold_in(keys, ORDER)

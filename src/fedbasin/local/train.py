@@ -89,13 +89,15 @@ class Trainer:
         size = received.vector.numel() if self.sgd.momentum else 0
         point = Point(received.vector, received.vector.new_zeros(size), received.buffers, carries)
         losses, counts = [], []
-        for number, index in enumerate(
-            batches(received.key, plan, rows, self.batch, self.chances(shard.labels))
-        ):
-            batch = self._batch(shard, index, received.key, number)
-            key = fold_in(fold_in(received.key, DROPOUT), number)
+        numbers = torch.arange(steps, device=received.key.device)
+        augment, dropout = (
+            fold_in(fold_in(received.key, use), numbers).unbind() for use in (AUGMENT, DROPOUT)
+        )
+        chances = self.chances(shard.labels)
+        for number, index in enumerate(batches(received.key, plan, rows, self.batch, chances)):
+            batch = self._batch(shard, index, augment[number])
             point, loss = step(
-                point, batch, plan.lr, key, net=self.net, rules=self.rules, sgd=self.sgd
+                point, batch, plan.lr, dropout[number], net=self.net, rules=self.rules, sgd=self.sgd
             )
             losses.append(loss)
             counts.append(len(index))
@@ -123,16 +125,17 @@ class Trainer:
     def full_gradient(self, shard: Shard, vector: Tensor, buffers: Tensor) -> Tensor:
         """Return the gradient [P] of the mean loss over all rows, without augmentation."""
         parts = [
-            summed_gradient(Look(self.net, vector, buffers, (), self._batch(shard, index, None, 0)))
+            summed_gradient(Look(self.net, vector, buffers, (), self._batch(shard, index, None)))
             for index in torch.arange(len(shard.labels), device=vector.device).split(SURVEY_ROWS)
         ]
         return torch.stack(parts).sum(0) / max(len(shard.labels), 1)
 
     def chances(self, labels: Tensor) -> Tensor | None:
         """Return how likely each row [n] is, where a rule draws rows with replacement."""
-        counts = torch.bincount(labels, minlength=self.classes)
-        owners = [rule for rule in self.rules if "rows" in rule.owns]
-        return owners[0].chances(labels, counts) if owners else None
+        for rule in self.rules:
+            if "rows" in rule.owns:
+                return rule.chances(labels, torch.bincount(labels, minlength=self.classes))
+        return None
 
     def _survey(self, rule: LocalRule, shared: Any, shard: Shard, received: Received) -> Any:
         """Return the sums of a rule's survey over all rows."""
@@ -142,7 +145,7 @@ class Trainer:
         return added(
             [
                 rule.survey(
-                    Look(self.net, vector, buffers, shared, self._batch(shard, index, None, 0))
+                    Look(self.net, vector, buffers, shared, self._batch(shard, index, None))
                 )
                 for index in torch.arange(len(shard.labels), device=vector.device).split(
                     SURVEY_ROWS
@@ -167,13 +170,13 @@ class Trainer:
                 examples=_number(len(shard.labels), vector),
                 class_counts=counts,
                 survey=self._survey(rule, shared, shard, received),
+                buffers=received.buffers,
             )
             for rule, shared, own in zip(self.rules, received.shared, received.own, strict=True)
         )
 
-    def _batch(self, shard: Shard, index: Tensor, key: Tensor | None, number: int) -> Batch:
-        augment = None if key is None else fold_in(fold_in(key, AUGMENT), number)
-        inputs = self.transform(shard.inputs[index], augment)
+    def _batch(self, shard: Shard, index: Tensor, augment: Tensor | None) -> Batch:
+        inputs = self.net.arranged(self.transform(shard.inputs[index], augment))
         return Batch(inputs, shard.labels[index], inputs.new_ones(len(index), dtype=self.net.dtype))
 
 

@@ -9,6 +9,7 @@ device: a step costs the host one launch.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,17 +22,18 @@ from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key, fold_in, keys_tensor
 from fedbasin.core.rule import Batch, Finish, Start
 from fedbasin.core.tree import rebuild, row, stack, tensors
-from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps, steps_per_epoch
+from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps
 from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.lane import Course, Lane, Progress, cloned
-from fedbasin.sim.loop import Gathered, Sent, client_key
+from fedbasin.sim.loop import Executor, Gathered, Sent, client_key
+from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
 from fedbasin.sim.survey import gradients, survey
 
-LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 26, 32, 40, 50, 64, 80, 100, 128)
+LADDER = (1, 2, 4, 7, 10, 16, 25, 40, 64, 100)  # finer wastes less and compiles more
 
 
 class Unsupported(RuntimeError):
@@ -46,7 +48,7 @@ def by_transform(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
 
 def rung(active: int) -> int:
     """Return the smallest size of the ladder that holds so many clients."""
-    return next((size for size in LADDER if size >= active), -(-active // 32) * 32)
+    return next((size for size in LADDER if size >= active), -(-active // 50) * 50)
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Counters:
     """What the executor has done so far."""
 
     compiled: set[int] = field(default_factory=set)  # sizes of active set that were compiled
+    width: int = 0  # most clients that advance together; 0 until it is known
     useful: int = 0  # client-steps that trained
     total: int = 0  # client-steps that were computed
 
@@ -64,15 +67,17 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class CohortExecutor:
+class CohortExecutor(Executor):
     """Train a cohort as one matrix.
 
     Args:
         trainer: how a client trains.
         population: the clients' data.
         key: the run's randomness.
-        compiled: whether the step is compiled; without, it runs eagerly under `vmap`.
-        chunk: most clients that advance together; 0 takes the whole cohort.
+        compiled: whether the step is compiled, once for every size of the active set; without, it
+            runs eagerly under `vmap` (captured as a graph on CUDA).
+        chunk: most clients that advance together; 0 takes as many as the memory holds.
+        memory: bytes that they may take; 0 is a share of what is free.
         backend: what compiles.
     """
 
@@ -81,9 +86,11 @@ class CohortExecutor:
     key: Key
     compiled: bool = True
     chunk: int = 0
+    memory: int = 0
     backend: str = "inductor"
     counters: Counters = field(default_factory=Counters)
     _lanes: dict[tuple[int, int], Lane] = field(default_factory=dict)
+    _pool: Any = field(default_factory=lambda: _graph_pool())
 
     def __post_init__(self) -> None:
         if self.trainer.net.has_statistics:
@@ -94,13 +101,38 @@ class CohortExecutor:
         sizes = self.population.sizes[cohort]
         steps = np.array([count_steps(plan, int(n), self.trainer.batch) for n in sizes])
         order = np.argsort(-steps, kind="stable")
-        width = self.chunk or len(cohort)
-        parts = [
-            self._chunk(cohort[part], steps[part], sent, plan, states)
-            for part in np.split(order, range(width, len(order), width))
-        ]
         back = torch.from_numpy(np.argsort(order)).to(sent.vector.device)
-        return _joined(parts, back)
+        while True:
+            width = self._width(len(cohort), sent.vector)
+            try:
+                parts = [
+                    self._chunk(cohort[part], steps[part], sent, plan, states)
+                    for part in np.split(order, range(width, len(order), width))
+                ]
+                return _joined(parts, back)
+            except torch.OutOfMemoryError:
+                if width == 1:
+                    raise
+            self._shrink(width)  # out of the handler, which holds on to what ran out
+
+    def _width(self, clients: int, vector: Tensor) -> int:
+        """Return how many clients advance together: even chunks that the memory holds."""
+        if not self.counters.width:
+            budget = self.memory or int(SHARE * free_bytes(vector.device))
+            fits = budget // max(client_bytes(self.trainer, self.population, vector), 1)
+            self.counters.width = self.chunk or max(1, fits)
+        return -(-clients // -(-clients // self.counters.width))
+
+    def _shrink(self, width: int) -> None:
+        """Halve the chunk after running out of memory, and say so."""
+        self.counters.width = -(-width // 2)
+        self._lanes.clear()
+        torch.cuda.empty_cache()
+        warnings.warn(
+            f"{width} clients side by side ran out of memory; going on with "
+            f"{self.counters.width}. Set sim.chunk = {self.counters.width} to start there.",
+            stacklevel=3,
+        )
 
     def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
         """Return the cohort's full gradients at the model it was sent."""
@@ -156,7 +188,7 @@ class CohortExecutor:
         replies = Replies(
             models=uploaded.vector,
             weights=sizes.to(torch.float64),
-            clients=torch.from_numpy(clients.astype(np.int64)).to(device),
+            clients=course.clients,
             steps=course.limit.to(torch.float64),
             lr_sum=course.limit.to(torch.float64) * plan.lr,
             lengths=torch.tensor(
@@ -174,17 +206,21 @@ class CohortExecutor:
         device, batch = sent.vector.device, self.trainer.batch
         sizes = torch.from_numpy(self.population.sizes[clients])
         limit = torch.from_numpy(steps.astype(np.int64))
-        passes = torch.tensor([steps_per_epoch(int(n), batch) for n in sizes])
+        passes = -(-self.population.sizes[clients] // batch)
         keys = keys_tensor([client_key(self.key, sent.round, int(c)) for c in clients], device)
         first = torch.from_numpy(self.population.offsets[clients]).to(device)
-        sizes, limit, late = (t.to(device) for t in (sizes, limit, limit - passes))
+        late = torch.from_numpy(steps - passes)
+        sizes, limit, late, who = (
+            t.to(device) for t in (sizes, limit, late, torch.from_numpy(clients.astype(np.int64)))
+        )
         # One shape for all rounds: as many steps as the largest client of the population takes.
         most = max(int(self.population.sizes.max()), 1)
         longest = max(count_steps(plan, most, batch), 1)
         chances = self._chances(clients, most)
-        rows, real = cohort_rows(keys, sizes, limit, batch, longest, most, chances)
+        epochs = max(1, int(np.max(-(-steps // np.maximum(passes, 1)))))
+        rows, real = cohort_rows(keys, sizes, limit, batch, longest, most, epochs, chances)
         lr = torch.tensor(plan.lr, dtype=sent.vector.dtype, device=device)
-        return Course(rows + first[:, None, None], real, keys, limit, late, lr), sizes
+        return Course(rows + first[:, None, None], real, keys, limit, late, who, lr), sizes
 
     def _chances(self, clients: np.ndarray, most: int) -> Tensor | None:
         """Return how likely each row of each client is [C, most], where a rule draws rows."""
@@ -205,10 +241,7 @@ class CohortExecutor:
     ) -> list[tuple[Start, Start]]:
         """Return what each rule begins with, and along which axes it is mapped over clients."""
         dtype, trainer = sent.vector.dtype, self.trainer
-        shards = [self.population.shard(int(client)) for client in clients]
-        counts = torch.stack(
-            [torch.bincount(shard.labels, minlength=trainer.classes) for shard in shards]
-        )
+        counts = self.population.class_counts_of(course.clients, trainer.classes)
         now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
         found = []
         for rule, shared, mine in zip(trainer.rules, sent.shared, own, strict=True):
@@ -223,8 +256,9 @@ class CohortExecutor:
                 examples=sizes.to(dtype),
                 class_counts=counts.to(dtype),
                 survey=survey(rule, shared, trainer, self.population, clients, sent),
+                buffers=sent.buffers,
             )
-            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0)))  # type: ignore[arg-type]
+            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0, None)))  # type: ignore[arg-type]
         return found
 
     def _advance(self, progress: Progress, course: Course, steps: np.ndarray) -> Progress:
@@ -245,14 +279,14 @@ class CohortExecutor:
 
     def _segment(self, progress: Progress, course: Course, width: int, count: int) -> Progress:
         """Take `count` steps on the first `width` clients."""
+        whole = len(progress.sums)
         shape = (width, course.rows.shape[1])
         if shape not in self._lanes:
-            self._lanes[shape] = Lane(
-                self._one_step, self.population, self.backend if self.compiled else None
-            )
+            backend = self.backend if self.compiled else None
+            self._lanes[shape] = Lane(self._one_step, self.population, backend, self._pool)
             self.counters.compiled.update([width] if self.compiled else [])
         part = self._lanes[shape].run(_first(progress, width), _first(course, width), count)
-        return part if width == len(progress.sums) else _overlaid(part, progress, width)
+        return part if width == whole else _overlaid(part, progress, width)
 
     def _one_step(
         self, progress: Progress, course: Course, inputs: Tensor, labels: Tensor
@@ -288,6 +322,10 @@ class CohortExecutor:
         late = (number >= course.late)[:, None]
         sums = progress.sums + torch.cat([both, both * late], 1)
         return Progress(point, sums, number + 1)
+
+
+def _graph_pool() -> Any:
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
 
 class _Part(NamedTuple):

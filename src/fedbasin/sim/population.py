@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ class Population:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
         """Number of rows of each client, n_i."""
         return np.diff(self.offsets)
@@ -62,6 +63,16 @@ class Population:
         """Return a client's rows as views."""
         rows = slice(int(self.offsets[client]), int(self.offsets[client + 1]))
         return Shard(self.inputs[rows], self.labels[rows])
+
+    def class_counts_of(self, clients: Tensor, classes: int) -> Tensor:
+        """Count the samples of some clients by class [C, classes], all on the device."""
+        offsets = torch.from_numpy(self.offsets).to(self.labels.device)
+        first, end = offsets[clients][:, None], offsets[clients + 1][:, None]
+        place = torch.arange(max(int(self.sizes.max()), 1), device=self.labels.device)
+        real = first + place < end
+        labels = self.labels[torch.where(real, first + place, 0)]
+        counts = torch.zeros(len(clients), classes, dtype=torch.int64, device=labels.device)
+        return counts.scatter_add_(1, labels, real.to(torch.int64))
 
     def class_counts(self, classes: int) -> Tensor:
         """Count samples by client and class: [N, classes]."""

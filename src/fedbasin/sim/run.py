@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fedbasin.core.record import RoundRecord, RunFolder, mean_of_last
+from fedbasin.core.record import RoundRecord, RunFolder, mean_of_last, write_atomically
 from fedbasin.core.state import load, save
 from fedbasin.sim.clients import ClientStates, Kept
 from fedbasin.sim.rounds import Diverged, Federation, Server
@@ -56,6 +56,8 @@ def run(
     """
     server, states, spent = _restored(federation, folder)
     records = folder.keep_rounds(server.round)
+    if federation.holdings is not None:
+        write_atomically(folder.partition, federation.holdings.to_csv())
     began, status, reason = time.perf_counter(), "finished", None
 
     def seconds() -> float:
