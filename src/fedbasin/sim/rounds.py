@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbasin.core.archive import Archive
 from fedbasin.core.expressions import Choice
+from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Served
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import Key
@@ -61,7 +64,10 @@ class Federation:
         recalibrate: renews statistics for a model, for the policy of that name.
         evaluate_every: score every k rounds.
         evaluate_last: and in each of the last rounds.
+        client_memory: most bytes of main memory for what all clients keep between rounds.
+        client_archive: files for it beyond that.
         snapshots: which models are kept for analyses, and where.
+        holdings: who holds what, for the record.
     """
 
     method: Method
@@ -78,14 +84,27 @@ class Federation:
     recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None
     evaluate_every: int = 1
     evaluate_last: int = 10
+    client_memory: float = math.inf
+    client_archive: Archive | None = None
     snapshots: Snapshots | None = None
+    holdings: Holdings | None = None
 
     def begin(self) -> tuple[Server, ClientStates]:
         """Return the server and the clients before the first round."""
         vector, buffers = self.test.net.initial()
         state = self.method.init(vector, self.context)
-        states = ClientStates(self.method.rules(), vector)
+        states = ClientStates(
+            self.method.rules(),
+            vector,
+            clients=self.context.clients,
+            limit=self.client_memory,
+            archive=self.client_archive,
+        )
         return Server(0, vector, vector, buffers, state), states
+
+    def close(self) -> None:
+        """Let go of what the executor holds, such as processes."""
+        self.executor.close()
 
     def cohort(self, round: int) -> tuple[np.ndarray, np.ndarray]:
         """Return who is drawn in a round, counted from 0, and who of them answers."""
@@ -124,7 +143,7 @@ class Federation:
             trained = time.perf_counter()
             after, served = self._merge(server, gathered, context)
             record = self._merged(record, server, after, served, gathered)
-            states.put(cohort.tolist(), gathered.own)
+            states.put(cohort.tolist(), gathered.own, now)
             merged = time.perf_counter()
             record = replace(record, seconds_train=trained - began, seconds_merge=merged - trained)
         self._keep(server, after, replies)
@@ -222,9 +241,13 @@ class Federation:
 
 
 def _notes(served: Served) -> dict[str, float | list[float]]:
-    """Return what the method wants recorded as plain numbers by name."""
+    """Return what the method wants recorded as plain numbers by name.
+
+    Notes of nested methods are a tuple; a note's place in it is not part of its name.
+    """
     plain: dict[str, float | list[float]] = {}
-    for name, leaf in flatten(served.notes):
+    for path, leaf in flatten(served.notes):
+        name = path.lstrip(".0123456789")
         if isinstance(leaf, Tensor):
             plain[name] = leaf.tolist()
         elif isinstance(leaf, int | float):
