@@ -244,13 +244,15 @@ def test_classes_agree_with_the_summary(runs):
 
 def test_weights_stay_on_three_clients_that_took_part(runs):
     (subject,) = subjects(runs, "fedavg")
-    options = Options(points=3, rows=40, models=("client5", "client1", "client2"))
+    options = Options(points=3, rows=0, models=("client5", "client1", "client2"))
     found = find("weights")([subject], options)
     assert "client 5" in found.panels[0].x_label
     best = [s.y for s in panel(found, "best weights").series]
     assert np.sum(best, axis=0) == pytest.approx([1, 1])
     shot = subject.snapshots.get(4)
     share = shot.weights[[5, 1, 2]] / shot.weights[[5, 1, 2]].sum()
+    alone = build(BASE).test.score(shot.models[5]).loss  # all the weight on client 5
+    assert found.panels[0].values[0][2] == pytest.approx(alone, rel=1e-5)
     mark = found.panels[0].marks[0]
     assert (mark.x, mark.y) == pytest.approx((float(share[0]), float(share[1])))
     with pytest.raises(AnalysisError, match="no round in which clients"):
