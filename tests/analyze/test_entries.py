@@ -61,7 +61,7 @@ def runs(tmp_path_factory):
         run(replace(BASE, method=method), home / name)
     fixed = replace(BASE.partition, seed=0)
     run(replace(BASE, seed=1, partition=fixed), home / "again")
-    few = replace(BASE.sim, participation="count(clients=2)", dropout=0.4)
+    few = replace(BASE.sim, participation="count(clients=5)", dropout=0.5)
     run(replace(BASE, method="fedlaw(epochs=2)", sim=few), home / "few")
     run(replace(BASE, snapshots=SnapshotConfig()), home / "bare")
     return home
@@ -206,6 +206,9 @@ def test_learnt_weights_are_matched_with_the_cohorts_that_sent_them(runs):
         if kept.clients is not None:
             assert subject.data.cohort(round).tolist() == kept.clients.tolist()
     assert any(subject.snapshots.get(round).clients is not None for round in (2, 4))
+    assert sum(record.dropped for record in subject.records) > 0
+    for record in subject.records:
+        assert len(subject.data.cohort(record.round)) == record.replies
     (full,) = subjects(runs, "fedlaw")
     ((_, size, _, _, clients),) = find("pearson")([full]).panels[0].rows
     lambdas = sum(np.array(r.notes["lambdas"]) for r in full.records)
