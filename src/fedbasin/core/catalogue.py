@@ -138,3 +138,11 @@ def card_of(thing: object) -> Card:
         if card.make is type(thing):
             return card
     raise KeyError(f"{type(thing).__name__} is not in the catalogue")
+
+
+def needs_of(thing: object) -> set[str]:
+    """Return what an entry and the entries among its arguments ask of the outside world."""
+    card = card_of(thing)
+    makers = {known.make for known in CATALOGUE.values()}
+    inner = [getattr(thing, p.name) for p in card.parameters]
+    return set(card.needs).union(*(needs_of(part) for part in inner if type(part) in makers))

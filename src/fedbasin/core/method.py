@@ -20,7 +20,7 @@ from fedbasin.core.expressions import ExpressionError, text
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import LocalRule
 from fedbasin.core.tree import rebuild
-from fedbasin.core.vectors import Layout
+from fedbasin.core.vectors import Layout, Weighting, shares, weighted_mean
 
 
 class ReplyError(ValueError):
@@ -138,6 +138,23 @@ class Replies:
         )
         return chosen
 
+    def averaged(self, weighting: Weighting) -> Replies:
+        """Return the cohort as one client that holds all samples and sends the mean, no reports."""
+        share = shares(self.weights, weighting)
+
+        def mean(column: Tensor) -> Tensor:
+            return weighted_mean(column, share)[None]
+
+        return Replies(
+            models=mean(self.models),
+            weights=self.weights.sum()[None],
+            clients=self.clients[:1],
+            steps=mean(self.steps),
+            lr_sum=mean(self.lr_sum),
+            lengths=mean(self.lengths),
+            last_loss=mean(self.last_loss),
+        )
+
 
 @dataclass(frozen=True)
 class Served:
@@ -172,6 +189,14 @@ class Method(ABC):
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Return how clients train in round ``context.round``; `schedule` is the configured one."""
         return schedule(context.round)
+
+    def streams(self) -> Weighting | None:
+        """Return how replies may be averaged as they arrive, or None where each one counts.
+
+        A method that names a weighting promises that `aggregate` gives the same for the cohort
+        and for `Replies.averaged`: a server then never holds more than one reply.
+        """
+        return None
 
     def __str__(self) -> str:
         try:

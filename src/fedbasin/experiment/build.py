@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbasin import data, partition
 from fedbasin.core.archive import Archive
-from fedbasin.core.catalogue import card_of
+from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
@@ -199,13 +199,6 @@ def _schedule(experiment: Experiment) -> Any:
     choice: Choice = parse(local.schedule, "schedule")
     choice(plan, 0, experiment.rounds)  # a schedule that cannot run says so before the run
     return lambda round: choice(plan, round, experiment.rounds)
-
-
-def needs_of(method: Method) -> set[str]:
-    """Return what a method and those inside it ask of the outside world."""
-    card = card_of(method)
-    inner = [getattr(method, p.name) for p in card.parameters]
-    return set(card.needs).union(*(needs_of(m) for m in inner if isinstance(m, Method)))
 
 
 def _check_needs(method: Method, context: Context) -> None:

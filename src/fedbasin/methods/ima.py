@@ -37,6 +37,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served
 from fedbasin.core.rule import LocalRule
 from fedbasin.core.trajectory import Storage, Window, empty, mean, push
+from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
 
 Decay = Literal["exponential", "constant", "cyclic", "epochs", "step", "none"]
@@ -119,6 +120,10 @@ class IMA(Method):
             return base
         at_start = self.inner.plan(schedule, replace(context, round=begins))
         return _decayed(self, base, at_start, after)
+
+    def streams(self) -> Weighting | None:
+        """Only what the inner method makes counts."""
+        return self.inner.streams()
 
     def aggregate(
         self, state: IMAState, server: Tensor, replies: Replies, context: Context

@@ -28,6 +28,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served
 from fedbasin.core.rule import LocalRule
 from fedbasin.core.trajectory import RunningMean
+from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
 
 
@@ -94,6 +95,10 @@ class SWA(Method):
             return base
         share = (after % self.cycle + 1) / self.cycle
         return replace(base, lr=base.lr * (1 - share + share * self.ratio))
+
+    def streams(self) -> Weighting | None:
+        """Only what the inner method makes counts."""
+        return self.inner.streams()
 
     def aggregate(
         self, state: SWAState, server: Tensor, replies: Replies, context: Context

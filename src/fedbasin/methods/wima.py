@@ -27,6 +27,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served
 from fedbasin.core.rule import LocalRule
 from fedbasin.core.trajectory import Storage, Window, empty, mean, push
+from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
 
 Part = Literal["all", "head", "backbone"]
@@ -85,6 +86,10 @@ class WIMA(Method):
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Train as the inner method says."""
         return self.inner.plan(schedule, context)
+
+    def streams(self) -> Weighting | None:
+        """Only what the inner method makes counts."""
+        return self.inner.streams()
 
     def aggregate(
         self, state: WIMAState, server: Tensor, replies: Replies, context: Context

@@ -163,7 +163,7 @@ class Federation:
             update_norm=host[1],
             model_norm=host[2],
             bytes_up=up + record.replies * _REPLY_NUMBERS,
-            notes=_notes(served),
+            notes=notes_of(served),
         )
 
     def _scored(self, record: RoundRecord, server: Server) -> RoundRecord:
@@ -186,7 +186,7 @@ class Federation:
         )
 
 
-def _notes(served: Served) -> dict[str, float | list[float]]:
+def notes_of(served: Served) -> dict[str, float | list[float]]:
     """Return what the method wants recorded as plain numbers by name."""
     plain: dict[str, float | list[float]] = {}
     for name, leaf in flatten(served.notes):

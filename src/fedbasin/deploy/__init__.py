@@ -1,0 +1,7 @@
+"""The same methods and client rules in a real federation, on Flower (``fedbasin[flower]``)."""
+
+from fedbasin.deploy.client import Desk, app_of, client_app, place
+from fedbasin.deploy.replies import Guard
+from fedbasin.deploy.strategy import FedbasinStrategy
+
+__all__ = ["Desk", "FedbasinStrategy", "Guard", "app_of", "client_app", "place"]
