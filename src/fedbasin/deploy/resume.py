@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, mean_of_last
-from fedbasin.core.state import load, save
+from fedbasin.core.state import load, read, save
 from fedbasin.sim.rounds import Server
 
 _log = logging.getLogger("flwr")
@@ -67,12 +67,12 @@ class Journal:
         if not self.folder.checkpoint.exists():
             self.folder.keep_rounds(0)
             return fresh
-        found: Saved = load(self.folder.checkpoint, Saved(fresh, "", "", 0.0))
-        if found.method != method:
+        held = read(self.folder.checkpoint).get("method")
+        if held != method:
             raise RecordError(
-                f"{self.folder.path} holds a run of {found.method}, this is {method}; choose "
-                "another folder"
+                f"{self.folder.path} holds a run of {held}, this is {method}; choose another folder"
             )
+        found: Saved = load(self.folder.checkpoint, Saved(fresh, "", "", 0.0))
         self.name, self._spent, server = found.name, found.seconds, found.server
         if server.send.shape != fresh.send.shape:
             raise RecordError(

@@ -14,7 +14,7 @@ import math
 from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -237,7 +237,7 @@ def read_tree(arrays: ArrayRecord, shape: ConfigRecord) -> Any:
     return tree
 
 
-@cache
+@lru_cache(256)
 def _named(fields: tuple[str, ...]) -> Any:
     """Return a named tuple with these fields; a name that is no plain word is refused."""
     for name in fields:
