@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -15,8 +15,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedbasin.core.method import Method
 from fedbasin.core.rng import Key
-from fedbasin.deploy import Desk, FedbasinStrategy, app_of, place
-from fedbasin.sim import Federation, LoopExecutor
+from fedbasin.deploy import Desk, FedbasinStrategy, app_of, strategy_of
+from fedbasin.sim import Federation
 
 
 def over_the_wire(message: Message) -> Message:
@@ -100,29 +100,11 @@ class LocalGrid(Grid):
 
 def app_for(federation: Federation) -> ClientApp:
     """A ClientApp whose clients are those of a simulation."""
-    executor = federation.executor
-    assert isinstance(executor, LoopExecutor)
-
-    def desk(context: Context) -> Desk:
-        client, clients = place(context)
-        rows = executor.population.shard(client)
-        method = str(federation.method)
-        return Desk(method, executor.trainer, rows, client, clients, counts="plain")
-
-    return app_of(desk)
+    return app_of(lambda context: Desk.of(federation, context, counts="plain"))
 
 
 def strategy_for(federation: Federation, method: Method, **settings) -> FedbasinStrategy:
     """A strategy that does what a simulation does."""
-    given = dict(
-        participation=str(federation.participation),
-        net=federation.test.net,
-        schedule=federation.schedule,
-        batch=federation.context.batch,
-        proxy=federation.context.proxy,
-        test=federation.test,
-        fraction_evaluate=0,
-        patience=5.0,
-        buffers=federation.buffers,
-    )
-    return FedbasinStrategy(method, **(given | settings))
+    given = dict(fraction_evaluate=0, patience=5.0)
+    federation = replace(federation, method=method)
+    return strategy_of(federation, seed=0, **(given | settings))

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedbasin.cli.data import app as data_app
+from fedbasin.cli.flower import app as flower_app
 from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
 from fedbasin.cli.progress import run_with_progress
@@ -227,6 +228,7 @@ def methods(
 
 
 app.add_typer(data_app, name="data")
+app.add_typer(flower_app, name="flower")
 app.command()(partition)
 app.command()(private_counts)
 

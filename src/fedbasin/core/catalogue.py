@@ -141,8 +141,12 @@ def card_of(thing: object) -> Card:
 
 
 def needs_of(thing: object) -> set[str]:
-    """Return what an entry and the entries among its arguments ask of the outside world."""
-    card = card_of(thing)
-    makers = {known.make for known in CATALOGUE.values()}
-    inner = [getattr(thing, p.name) for p in card.parameters]
-    return set(card.needs).union(*(needs_of(part) for part in inner if type(part) in makers))
+    """Return what an entry, and the entries among its arguments, ask of the outside world.
+
+    What is not in the catalogue asks for nothing.
+    """
+    card = next((card for card in CATALOGUE.values() if card.make is type(thing)), None)
+    if card is None:
+        return set()
+    inner = [getattr(thing, parameter.name) for parameter in card.parameters]
+    return set(card.needs).union(*map(needs_of, inner))

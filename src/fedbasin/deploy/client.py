@@ -22,6 +22,7 @@ from fedbasin.deploy.private import answer
 from fedbasin.deploy.wire import Codec, Refused, number, read_tree, the_record, write_tree
 from fedbasin.local import SGD, Trainer
 from fedbasin.local.train import Received, Shard, Transform
+from fedbasin.sim import Federation
 from fedbasin.sim.evaluate import Examiner
 from fedbasin.sim.loop import client_key
 
@@ -51,6 +52,33 @@ class Desk:
     held_out: Shard | None = None
     counts: Literal["plain", "private"] = "private"
 
+    @classmethod
+    def of(
+        cls,
+        federation: Federation,
+        context: Context,
+        *,
+        rows: Shard | None = None,
+        counts: Literal["plain", "private"] = "private",
+    ) -> Desk:
+        """Set up the client that a node is, as a simulated federation has it.
+
+        Args:
+            federation: the network, the training, and the rows where none are given.
+            context: Flower's context of the node.
+            rows: what this client holds.
+            counts: whether it shows its class counts in plain.
+        """
+        client, clients = place(context)
+        executor: Any = federation.executor  # loop or cohort: both hold a trainer and the rows
+        if rows is None:
+            known = len(executor.population)
+            if clients != known:
+                raise Refused(f"the node counts {clients} clients, the settings {known}")
+            rows = executor.population.shard(client)
+        method = str(federation.method)
+        return cls(method, executor.trainer, rows, client, clients, counts=counts)
+
 
 def as_floats(raw: Tensor, key: Tensor | None = None) -> Tensor:
     """Turn stored bytes into numbers in [0, 1]; leave floating inputs as they are."""
@@ -60,7 +88,7 @@ def as_floats(raw: Tensor, key: Tensor | None = None) -> Tensor:
 def client_app(
     model: Callable[[], nn.Module],
     data: Data,
-    method: Method | str,
+    method: Method | str | None = None,
     *,
     classes: int,
     batch: int = 32,
@@ -75,7 +103,8 @@ def client_app(
     Args:
         model: makes the network.
         data: returns the rows of a client; nodes say which they are in ``--node-config``.
-        method: the method that the server runs: clients follow its rules.
+        method: the method that the server runs: clients follow its rules. None takes the run
+            configuration's ``method``.
         classes: number of classes.
         batch: batch size.
         sgd: the optimiser.
@@ -86,9 +115,9 @@ def client_app(
     """
     import fedbasin.methods  # noqa: F401  (fills the catalogue)
 
-    chosen: Method = parse(method, "method") if isinstance(method, str) else method
-
     def desk(context: Context) -> Desk:
+        named = context.run_config.get("method", "fedavg") if method is None else method
+        chosen: Method = parse(named, "method") if isinstance(named, str) else named
         client, clients = place(context)
         trainer = Trainer(
             net=Net(model(), device),

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
-from fedbasin.core.catalogue import CATALOGUE, needs_of
+from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
@@ -298,7 +298,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         device = "cpu" if self.net is None else self.net.device
         self._codec = Codec.of(arrays, self.net)
         vector, buffers = (part.to(device) for part in self._codec.read(arrays))
-        needs = _needs(self.method)
+        needs = needs_of(self.method)
         if "proxy" in needs and self.proxy is None:
             raise ValueError(f"{self.method} learns from data on the server: give proxy=")
         wants_counts = "class_counts" in needs
@@ -401,9 +401,3 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
 
     def _unheard(self, node: int, reason: str) -> None:
         _log.warning("\t> No evaluation from node %d: %s", node, reason)
-
-
-def _needs(method: Method) -> set[str]:
-    """Return what a method asks for; one that is not in the catalogue asks for nothing."""
-    listed = any(card.make is type(method) for card in CATALOGUE.values())
-    return needs_of(method) if listed else set()
