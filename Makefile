@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-federation lint format clean
+.PHONY: help demo test test-federation lint format bench-gpu clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -31,6 +31,10 @@ lint: $(VENV)/.dev ## check format, style, types and who imports whom
 format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench-gpu: $(VENV)/.core ## measure the executors and the public simulator benchmark on a GPU
+	$(BIN)/python benchmarks/speed/gpu.py --out benchmarks/speed/results/gpu.json
+	$(BIN)/python benchmarks/speed/public.py --out benchmarks/speed/results/public.json $(ARGS)
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

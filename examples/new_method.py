@@ -26,10 +26,6 @@ from fedbasin.testing import check_method
 class Median(Method):
     """Coordinate-wise median: w+ = median_i y_i, over clients that hold data."""
 
-    def init(self, server, context):
-        """Remember nothing."""
-        return ()
-
     def aggregate(self, state, server, replies, context):
         """Take the median of each coordinate."""
         middle = replies.models[replies.weights > 0].quantile(0.5, dim=0)

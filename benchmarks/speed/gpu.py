@@ -1,18 +1,28 @@
-"""Milliseconds per client-step: the loop executor against the cohort executor, in one go.
+"""Milliseconds per client-step: a plain eager loop, our loop and our cohort, in one go.
 
     python benchmarks/speed/gpu.py --out results.json
 
 Synthetic rows of the papers' shapes; 100 clients, 10 a round, batch 50, SGD with momentum.
 `equal` clients hold 500 rows each; `dirichlet` clients share 50,000 rows by Dirichlet(0.1).
+`eager` is what one would write by hand: an nn.Module, torch.optim.SGD, one client after another on
+rows that lie on the device, with cuDNN's autotuner off (ragged batches would run it again and
+again). Achieved FLOP/s count products of the forward and backward pass once for every useful
+client-step; `--ceiling` is the chip's TFLOP/s for the precision.
 """
 
 import argparse
+import copy
 import json
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import fedbasin.experiment  # noqa: F401  (fills the catalogue)
 from fedbasin.core.expressions import parse
@@ -25,7 +35,7 @@ from fedbasin.local.batches import count_steps
 from fedbasin.partition import Pool
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.cohort import CohortExecutor
+from fedbasin.sim.cohort import CohortExecutor, Counters
 from fedbasin.sim.loop import Sent
 
 MODELS = {
@@ -46,12 +56,62 @@ def population(shape, split, device):
     return Population.of(inputs, labels, parts.clients, device)
 
 
-def trainer_for(model, shape, device):
+def trainer_for(model, shape, device, precision="tf32"):
     with torch_draws_from(KEY.fold("model")):
-        net = Net(parse(model, "model")(shape, 10), device)
+        net = Net(parse(model, "model")(shape, 10), device, mixed=precision == "bf16")
     channels = shape[0]
     transform = Transform((0.5,) * channels, (0.25,) * channels, augment=False, kind="image")
     return Trainer(net, (), SGD(0.9, 1e-3), 50, transform, 10)
+
+
+def flops_of_step(trainer, people):
+    """Count the products of one step of one client on a full batch."""
+    module = parse_module(trainer)
+    inputs = trainer.transform(people.inputs[:50], None)
+    with FlopCounterMode(display=False) as counted:
+        F.cross_entropy(module(inputs), people.labels[:50]).backward()
+    return counted.get_total_flops()
+
+
+def parse_module(trainer):
+    """Return a fresh copy of the network as a plain module."""
+    module = copy.deepcopy(trainer.net._training.module)
+    return module.train()
+
+
+class EagerLoop:
+    """What one would write by hand; it counts as an executor of a round."""
+
+    def __init__(self, trainer, people):
+        self.trainer, self.population = trainer, people
+        self.module = parse_module(trainer)
+        self.counters = Counters()
+
+    def train(self, cohort, sent, plan, states):
+        parameters = list(self.module.parameters())
+        start = [p.detach().clone() for p in parameters]
+        losses = []
+        for client in cohort:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, start)
+            sgd = torch.optim.SGD(parameters, plan.lr, 0.9, weight_decay=1e-3)
+            shard = self.population.shard(int(client))
+            for _ in range(plan.epochs):
+                order = torch.randperm(len(shard.labels), device=shard.labels.device)
+                for rows in order.split(50):
+                    inputs = self.trainer.transform(shard.inputs[rows], None)
+                    sgd.zero_grad()
+                    with torch.autocast(inputs.device.type, torch.bfloat16, self.trainer.net.mixed):
+                        logits = self.module(inputs)
+                    loss = F.cross_entropy(logits.float(), shard.labels[rows])
+                    loss.backward()
+                    sgd.step()
+            losses.append(loss.detach())
+        return Timed(torch.stack(losses).mean())
+
+
+class Timed(NamedTuple):
+    train_loss: torch.Tensor
 
 
 def seconds_of_rounds(executor, cohorts, plan):
@@ -69,51 +129,92 @@ def seconds_of_rounds(executor, cohorts, plan):
     return found
 
 
-def measure(model, split, args, device):
+def measure(model, split, precision, args, device):
     shape = MODELS[model]
-    people, trainer = population(shape, split, device), trainer_for(model, shape, device)
+    people = population(shape, split, device)
+    trainer = trainer_for(model, shape, device, precision)
     rng = KEY.fold("cohorts").numpy()
     cohorts = [np.sort(rng.choice(100, 10, replace=False)) for _ in range(args.rounds)]
-    line = {"model": model, "split": split}
-    for name, executor, count, epochs in (
-        ("loop", LoopExecutor(trainer, people, KEY), 2, 1),
-        ("cohort", CohortExecutor(trainer, people, KEY), args.rounds, 5),
-    ):
-        torch.backends.cudnn.benchmark = name == "cohort"  # the loop meets too many batch sizes
-        # Every shape is compiled once in the warm-up, as in a run of hundreds of rounds.
-        warm = cohorts if name == "cohort" else cohorts[:1]
-        seconds_of_rounds(executor, warm, Plan(0.01, epochs))
-        timed = seconds_of_rounds(executor, cohorts[:count], Plan(0.01, epochs))
+    line = {"model": model, "split": split, "precision": precision}
+    runners = {
+        "eager": lambda: EagerLoop(trainer, people),
+        "loop": lambda: LoopExecutor(trainer, people, KEY),
+        "captured": lambda: CohortExecutor(trainer, people, KEY, "no"),
+        "cohort": lambda: CohortExecutor(trainer, people, KEY, "wide"),
+        "compiled": lambda: CohortExecutor(trainer, people, KEY, "all"),
+    }
+    for name in args.runners.split(","):
+        slow = name in ("eager", "loop")
+        # One cohort is enough for loops; others meet every size of the active set first.
+        chosen, epochs = (cohorts[:2], 1) if slow else (cohorts, 5)
+        torch.backends.cudnn.benchmark = not slow
+        executor = runners[name]()
+        began = time.perf_counter()
+        seconds_of_rounds(executor, chosen[:1] if slow else chosen, Plan(0.01, epochs))
+        line[f"{name}_warm_seconds"] = time.perf_counter() - began
+        timed = seconds_of_rounds(executor, chosen, Plan(0.01, epochs))
         spent, steps = (sum(column) for column in zip(*timed, strict=True))
-        line[f"{name}_ms_per_client_step"] = 1000 * spent / steps
-        line[f"{name}_samples_per_second"] = steps * 50 / spent
-        if name == "cohort":
-            line["share_useful"] = executor.counters.share_useful
-            line["shapes_compiled"] = len(executor.counters.compiled)
-    line["ratio"] = line["loop_ms_per_client_step"] / line["cohort_ms_per_client_step"]
+        line[f"{name}_ms"] = 1000 * spent / steps
+        if not slow:
+            line[f"{name}_share_useful"] = executor.counters.share_useful
+            line[f"{name}_shapes"] = len(executor.counters.compiled)
+    line["gflop_per_step"] = flops_of_step(trainer, people) / 1e9
+    if "cohort_ms" in line:
+        line["cohort_samples_per_second"] = 50_000 / line["cohort_ms"]
+        line["cohort_tflops"] = line["gflop_per_step"] / line["cohort_ms"]
+        line["share_of_ceiling"] = line["cohort_tflops"] / args.ceiling
+        for slow in ("eager", "loop"):
+            if f"{slow}_ms" in line:
+                line[f"ratio_to_{slow}"] = line[f"{slow}_ms"] / line["cohort_ms"]
+    torch._dynamo.reset()
     return line
 
 
+def shown(lines):
+    """Return the lines as a table."""
+    table = Table(title="ms per client-step")
+    names = [k for k in lines[0] if k.endswith("_ms")]
+    for head in ("model", "clients", "precision", *names, "x eager", "useful", "TFLOP/s"):
+        table.add_column(head.removesuffix("_ms"), justify="right")
+    for line in lines:
+        table.add_row(
+            line["model"],
+            line["split"],
+            line["precision"],
+            *(f"{line[name]:.3f}" for name in names),
+            f"{line.get('ratio_to_eager', float('nan')):.1f}",
+            f"{100 * line.get('cohort_share_useful', float('nan')):.0f} %",
+            f"{line.get('cohort_tflops', float('nan')):.1f}",
+        )
+    return table
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--splits", default="equal,dirichlet")
+    parser.add_argument("--precisions", default="tf32", help="of tf32, bf16")
+    parser.add_argument("--runners", default="eager,loop,cohort", help="also captured, compiled")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--ceiling", type=float, default=494.0, help="TFLOP/s of the chip")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
-    lines = []
+    lines, console = [], Console()
     for model in args.models.split(","):
         for split in args.splits.split(","):
-            line = measure(model, split, args, args.device)
-            lines.append(line)
-            print(json.dumps(line), flush=True)
-    if args.out:
-        name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-        facts = {"device": name, "torch": torch.__version__, "lines": lines}
-        args.out.write_text(json.dumps(facts, indent=2))
+            for precision in args.precisions.split(","):
+                lines.append(measure(model, split, precision, args, args.device))
+                console.print_json(json.dumps(lines[-1]), indent=None)
+                if args.out:  # after every line, so that an interrupted run leaves what it has
+                    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+                    facts = {"device": name, "torch": torch.__version__, "lines": lines}
+                    args.out.write_text(json.dumps(facts, indent=1) + "\n")
+    console.print(shown(lines))
 
 
 if __name__ == "__main__":

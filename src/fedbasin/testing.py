@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedbasin.core.catalogue import card_of
 from fedbasin.core.expressions import parse, text
-from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError
+from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Wrapper
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.core.state import load, same, save
@@ -33,6 +33,7 @@ from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.loop import Sent
 from fedbasin.sim.rounds import Server
 
+_FEW_NUMBERS = 64  # bytes of scalars that travel beside models
 Law = Callable[[Method], None]
 
 
@@ -110,6 +111,7 @@ def toy_federation(
             batch=4,
             proxy=examiner(slice(41, 56)),
             class_counts=population.class_counts(3),
+            net=net,
         ),
         schedule=lambda round: Plan(0.3 * 0.9**round, 2),
         participation=parse(participation, "participation"),
@@ -285,7 +287,7 @@ def law_cohort_equals_loop(method: Method) -> None:
     loop = toy_federation(method, sgd=SGD(0.5, 0.01, 2.0))
     one = loop.executor
     assert isinstance(one, LoopExecutor)
-    whole = CohortExecutor(one.trainer, one.population, one.key, compiled=False)
+    whole = CohortExecutor(one.trainer, one.population, one.key, compiled="no")
     for a, b in zip(_servers(loop), _servers(replace(loop, executor=whole)), strict=True):
         _close(a.send, b.send, f"round {a.round}: the cohort executor sends another model")
         _close(a.score, b.score, f"round {a.round}: the cohort executor scores another model")
@@ -307,6 +309,24 @@ def law_stream_equals_matrix(method: Method) -> None:
                 _close(a, b, f"averaging replies as they arrive changes the state at {path}")
 
 
+def law_payload_is_what_the_card_says(method: Method) -> None:
+    """A round moves as many models down and up as the card says, and a few numbers."""
+    federation = toy_federation(method)
+    base = method
+    while isinstance(base, Wrapper):
+        base = base.inner
+    card = card_of(base)
+    servers, record = next(iter(federation.rounds_from(*federation.begin())))
+    model = servers.send.numel() * servers.send.element_size()
+    down = record.bytes_down / (record.replies + record.dropped)
+    up = record.bytes_up / record.replies
+    for name, moved, models in (("down", down, card.down), ("up", up, card.up)):
+        if abs(moved - models * model) > _FEW_NUMBERS:
+            raise AssertionError(
+                f"{text(method)} moves {moved / model:.2f} models {name}, its card says {models}"
+            )
+
+
 def law_text_reads_back(method: Method) -> None:
     """The method's text parses to an equal method."""
     if parse(text(method), "method") != method:
@@ -325,6 +345,7 @@ LAWS: tuple[Law, ...] = (
     law_bad_replies_are_refused,
     law_cohort_equals_loop,
     law_stream_equals_matrix,
+    law_payload_is_what_the_card_says,
     law_text_reads_back,
 )
 

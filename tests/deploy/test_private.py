@@ -9,8 +9,9 @@ pytest.importorskip("tenseal", reason="needs the extra fedbasin[he]")
 
 from dataclasses import replace
 
-from deploy.grids import LocalGrid, app_for
-from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+import torch
+from deploy.grids import LocalGrid, app_for, strategy_for
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.rng import root
@@ -25,6 +26,7 @@ from fedbasin.local.private_counts import (
     decrypt_counts,
     encrypt_counts,
 )
+from fedbasin.methods import FedWCM
 from fedbasin.testing import toy_federation
 
 
@@ -59,7 +61,8 @@ def test_another_seed_draws_another_holder():
 
 
 def asked(context, **question):
-    return answer(ConfigRecord(question), [3, 4], context).config_records["config"]
+    reply = answer(ConfigRecord(question), [3, 4], context, FedWCM())
+    return reply.config_records["config"]
 
 
 def test_a_key_opens_one_sum_and_no_other():
@@ -122,3 +125,39 @@ def test_counts_in_plain_need_the_clients_consent():
     client = grid.client(node)
     expected = federation.context.class_counts[client].tolist()
     assert reply.content["metrics"]["class-counts"] == expected
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "fedwcm(momentum='scores')",
+        "fedwcm(momentum='fixed', score='tv')",
+        "ima(fedwcm(momentum='scores', unequal=True, score='inverse'))",
+    ],
+)
+def test_fedwcm_with_private_counts_is_fedwcm(expression):
+    federation = toy_federation(parse(expression, "method"), rounds=3)
+    server, states = federation.begin()
+    plain = list(federation.rounds_from(server, states))[-1][0]
+    grid = LocalGrid(app_for(federation), 6)
+    strategy = strategy_for(federation, federation.method, counts="private")
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    strategy.start(grid, arrays, num_rounds=3, timeout=5)
+    assert strategy._context.class_counts is None
+    torch.testing.assert_close(strategy._server.send, plain.send, rtol=1e-9, atol=1e-11)
+    for message in grid.sent:
+        assert not any("class-counts" in r and r["class-counts"] for r in configs(message))
+
+
+def configs(message):
+    return message.content.config_records.values()
+
+
+def test_what_cannot_be_private_says_so():
+    federation = toy_federation(parse("fedwcm", "method"), rounds=1)
+    strategy = strategy_for(federation, federation.method, counts="private")
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    with pytest.raises(ValueError, match="write momentum='scores' or momentum='fixed'"):
+        strategy.start(LocalGrid(app_for(federation), 6), arrays, num_rounds=1, timeout=5)
+    with pytest.raises(NotImplementedError, match="fedavg cannot do with less"):
+        parse("fedavg", "method").score_counts(torch.ones(3), torch.ones(3))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedbasin.core.catalogue import CATALOGUE
 from fedbasin.deploy import FedbasinStrategy
-from fedbasin.deploy.federation import QUIET
+from fedbasin.deploy.federation import LocalFederation
 
 APP = Path(__file__).parents[2] / "examples" / "flower_quickstart"
 SETTINGS = {"local-epochs": 1, "batch-size": 32}
@@ -96,12 +93,9 @@ def test_a_method_with_client_rules_says_what_it_needs(quickstart):
 
 def test_flwr_run_simulates_it(tmp_path):
     """The whole way: Flower's command line, its simulation engine, four clients."""
-    home = tmp_path / "flower"
-    home.mkdir()
-    (home / "config.toml").write_text(
-        '[superlink]\ndefault = "sim"\n[superlink.sim]\naddress = ":local-in-memory:"\n'
-        "options.num-supernodes = 4\n"
-        "options.backend.client-resources.num-cpus = 1\n"
-        "options.backend.client-resources.num-gpus = 0\n"
-    )
-
+    with LocalFederation(tmp_path / "f", 4, simulate=True) as federation:
+        process = federation.run(APP, {"num-server-rounds": 2, "method": "wima(window=2)"})
+        assert process.wait(timeout=250) == 0
+        log = federation.log("run")
+    assert "[ROUND 2/2]" in log and "Received 4 results and 0 failures" in log, log[-3000:]
+    assert "eval_acc" in log and "Strategy execution finished" in log

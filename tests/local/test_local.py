@@ -204,7 +204,7 @@ def start_at(vector):
     from fedbasin.core.rule import Start
 
     zero = torch.zeros(())
-    return Start(vector, (), (), zero, zero, zero, zero, zero, None)
+    return Start(vector, (), (), *(zero,) * 6, ())
 
 
 class Ascend(LocalRule):

@@ -171,7 +171,7 @@ def test_the_rule_is_the_same_for_a_whole_cohort_at_once():
     steps, vectors = torch.tensor([2.0, 8.0, 4.0]).double(), torch.randn(3, 5).double()
 
     def one(steps, vector):
-        start = Start(vector, shared, (), *(steps,) * 5, None)
+        start = Start(vector, shared, (), *(steps,) * 6, ())
         carry = ClientMomentum().begin(start, None)
         return ClientMomentum().direction(carry, vector, lambda v: v**2)[0]
 

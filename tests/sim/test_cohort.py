@@ -1,5 +1,6 @@
 """The cohort executor equals the loop: every model and setting, whatever the chunking."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +20,10 @@ from fedbasin.local.draws import cohort_rows
 from fedbasin.methods import FedAvg, Scaffold
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.cohort import LADDER, CohortExecutor, Unsupported, rung
+from fedbasin.sim.cohort import LADDER, CohortExecutor, Counters, Unsupported, rung
+from fedbasin.sim.lane import Lane
 from fedbasin.sim.loop import Sent
+from fedbasin.sim.memory import client_bytes, free_bytes
 from fedbasin.testing import toy_federation
 
 KEY = root(3)
@@ -36,8 +39,9 @@ def test_the_cohorts_rows_are_the_loops_batches(plan):
     from fedbasin.local.batches import count_steps
 
     steps = [count_steps(plan, n, 4) for n in sizes]
+    epochs = max(-(-k // -(-n // 4)) for k, n in zip(steps, sizes, strict=True))
     rows, real = cohort_rows(
-        keys_tensor(keys), torch.tensor(sizes), torch.tensor(steps), 4, max(steps) + 2, 33
+        keys_tensor(keys), torch.tensor(sizes), torch.tensor(steps), 4, max(steps) + 2, 33, epochs
     )
     for c, (key, n) in enumerate(zip(keys, sizes, strict=True)):
         expected = batches(key.tensor(), plan, n, 4)
@@ -63,7 +67,7 @@ def executors(
     whiten = Transform((0.5,) * shape[0], (0.25,) * shape[0], augment=augment, kind="image")
     trainer = Trainer(net, rules, sgd or SGD(), 4, lambda raw, key=None: whiten(raw, key, dtype), 3)
     return LoopExecutor(trainer, people, KEY), CohortExecutor(
-        trainer, people, KEY, compiled=False, **settings
+        trainer, people, KEY, compiled="no", **settings
     )
 
 
@@ -156,7 +160,7 @@ def test_a_run_compiles_a_handful_of_shapes_and_never_again():
 
     torch._dynamo.reset()
     _, cohort = executors("logistic", (1, 6, 6))
-    cohort = replace(cohort, compiled=True, backend="eager")
+    cohort = replace(cohort, compiled="all", backend="eager")
     seen = []
     vector, buffers = cohort.trainer.net.initial()
     for t in range(6):
@@ -207,7 +211,7 @@ def test_client_states_are_kept_apart():
     loop = toy_federation(Scaffold(), rounds=3)
     one = loop.executor
     whole = replace(
-        loop, executor=CohortExecutor(one.trainer, one.population, one.key, compiled=False)
+        loop, executor=CohortExecutor(one.trainer, one.population, one.key, compiled="no")
     )
     kept = []
     for federation in (loop, whole):
@@ -216,3 +220,72 @@ def test_client_states_are_kept_apart():
         kept.append(torch.stack([states.get(i)[0].control for i in range(6)]))
     torch.testing.assert_close(kept[0], kept[1], rtol=1e-10, atol=1e-12)
     assert FedAvg().rules() == ()
+
+
+def test_only_wide_sets_are_compiled_where_compiling_the_rest_does_not_pay():
+    _, cohort = executors("mlp(widths=(4,))", (1, 2, 2), sizes=(40, 24, 12, 4))
+    seen = {}
+    for compiled in ("wide", "all", "no"):
+        chosen = replace(cohort, compiled=compiled, backend="eager", counters=Counters(), _lanes={})
+        seen[compiled] = trained(chosen, Plan(0.1, 1)).replies.models
+        widths = {"wide": {2, 3, 4}, "all": {1, 2, 3, 4}, "no": set()}[compiled]
+        assert chosen.counters.compiled == widths
+        torch.testing.assert_close(seen[compiled], seen["wide"], rtol=1e-10, atol=1e-12)
+
+
+def test_a_memory_budget_cuts_the_cohort_into_even_chunks():
+    loop, cohort = executors("mlp(widths=(4,))", (1, 2, 2))
+    vector = cohort.trainer.net.initial()[0]
+    one = client_bytes(cohort.trainer, cohort.population, vector)
+    assert one > 5 * vector.numel() * 8
+    plan = Plan(0.1, 2)
+    whole = trained(loop, plan).replies.models
+    for clients, width in ((1, 1), (3, 2), (4, 4), (9, 4)):
+        tight = replace(cohort, memory=int(one * (clients + 0.5)), counters=Counters(), _lanes={})
+        torch.testing.assert_close(trained(tight, plan).replies.models, whole)
+        assert tight._width(4, vector) == width
+    assert free_bytes(torch.device("cpu")) > 2**20
+
+
+def test_bigger_networks_and_batches_take_more_memory():
+    _, small = executors("mlp(widths=(4,))", (1, 2, 2))
+    _, large = executors("mlp(widths=(64,))", (1, 2, 2))
+    wide = replace(small, trainer=replace(small.trainer, batch=64))
+    momentum = replace(small, trainer=replace(small.trainer, sgd=SGD(0.9)))
+
+    def bytes_of(executor):
+        vector = executor.trainer.net.initial()[0]
+        return client_bytes(executor.trainer, executor.population, vector)
+
+    assert bytes_of(small) < min(bytes_of(large), bytes_of(wide), bytes_of(momentum))
+
+
+def test_out_of_memory_halves_the_chunk_says_so_and_gives_the_same_result(monkeypatch):
+    loop, cohort = executors("mlp(widths=(4,))", (1, 2, 2))
+    run, most = Lane.run, 1
+
+    def narrow(self, progress, course, count):
+        if len(progress.sums) > most:
+            raise torch.OutOfMemoryError("no room")
+        return run(self, progress, course, count)
+
+    monkeypatch.setattr(Lane, "run", narrow)
+    with pytest.warns(UserWarning, match=r"ran out of memory; going on with [21]\b"):
+        found = trained(cohort, Plan(0.1, 2))
+    torch.testing.assert_close(found.replies.models, trained(loop, Plan(0.1, 2)).replies.models)
+    assert cohort.counters.width == 1
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(cohort, Plan(0.1, 2))
+
+
+def test_mixed_precision_trains_close_to_single_and_keeps_models_in_it():
+    _, single = executors("mlp(widths=(16,))", (1, 4, 4), dtype=torch.float32)
+    net = single.trainer.net
+    mixed = copy.copy(net)
+    mixed.mixed = True
+    half = replace(single, trainer=replace(single.trainer, net=mixed), _lanes={})
+    a, b = trained(single, Plan(0.1, 2)), trained(half, Plan(0.1, 2))
+    assert b.replies.models.dtype == torch.float32
+    assert not torch.equal(a.replies.models, b.replies.models)
+    torch.testing.assert_close(a.replies.models, b.replies.models, rtol=0.05, atol=0.02)

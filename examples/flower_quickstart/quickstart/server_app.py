@@ -1,6 +1,5 @@
 """The server of an ordinary Flower app: one line is fedbasin's, and its import."""
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -13,7 +12,6 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the federation."""
-    torch.manual_seed(0)
     arrays = ArrayRecord(Net().state_dict())
 
     # It was: strategy = FedAvg(fraction_evaluate=context.run_config["fraction-evaluate"])

@@ -50,6 +50,9 @@ def up(
     tls: Annotated[
         bool, typer.Option(help="Encrypt messages and let nodes prove who they are.")
     ] = False,
+    simulate: Annotated[
+        bool, typer.Option(help="Let Flower's simulation engine (Ray) be the clients.")
+    ] = False,
     method: Annotated[str | None, typer.Option(help="How the server merges.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds.")] = None,
     out: Annotated[
@@ -79,10 +82,9 @@ def up(
         "partition.clients": nodes,
     }
     settings |= {k: v for k, v in (("method", method), ("rounds", rounds)) if v is not None}
-    console.print(
-        Text(f"Starting a SuperLink and {nodes} SuperNodes; logs: {place}"), soft_wrap=True
-    )
-    with LocalFederation(place, nodes, tls) as federation:
+    kind = "simulated clients" if simulate else "SuperNodes"
+    console.print(Text(f"Starting a SuperLink and {nodes} {kind}; logs: {place}"), soft_wrap=True)
+    with LocalFederation(place, nodes, tls, simulate) as federation:
         _run(federation, folder, settings, run, timeout)
     summary = run.read_summary()
     last = summary["accuracy_last"]

@@ -8,17 +8,18 @@ declares on its card, and finds in the `Context`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.expressions import ExpressionError, text
+from fedbasin.core.net import Net
 from fedbasin.core.rng import Key
-from fedbasin.core.rule import LocalRule
+from fedbasin.core.rule import LocalRule, Rules, Setting, as_rules
 from fedbasin.core.tree import rebuild
 from fedbasin.core.vectors import Layout, Weighting, shares, weighted_mean
 
@@ -66,6 +67,23 @@ class Proxy(Protocol):
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Full-batch gradients of a cohort at the model it is about to train."""
+
+    gradients: Tensor  # [C, P]
+    weights: Tensor  # [C] number of samples, n_i
+
+
+@dataclass(frozen=True)
+class PrivateCounts:
+    """What the server knows of clients that keep their class counts to themselves."""
+
+    total: Tensor  # [classes] rows of all clients together
+    scores: Tensor  # [N] what each client makes of its own counts, `Method.score_counts`
+    rows: Tensor  # [N] how many rows each holds
+
+
+@dataclass(frozen=True)
 class Context:
     """What surrounds a round.
 
@@ -80,7 +98,10 @@ class Context:
         batch: the clients' batch size, B; 0 where it is not known.
         proxy: server data, for methods that need ``"proxy"``.
         class_counts: [N, classes] samples by client and class, for those that need them.
+        private_counts: what stands in for them where clients do not show them.
         archive: files for models of clients, for methods that keep them on disk.
+        net: the network as a function of vectors, for methods that run its head.
+        probe: this cohort's gradients, for methods that ask for them before training.
     """
 
     layout: Layout
@@ -93,7 +114,10 @@ class Context:
     batch: int = 0
     proxy: Proxy | None = None
     class_counts: Tensor | None = None
+    private_counts: PrivateCounts | None = None
     archive: Archive | None = None
+    net: Net | None = None
+    probe: Probe | None = None
 
     def at(self, round: int, lr: float, plan: Plan | None = None) -> Context:
         """Return the context of one round."""
@@ -166,11 +190,13 @@ class Served:
 
 
 class Method(ABC):
-    """How the server merges. Subclasses are frozen dataclasses entered in the catalogue."""
+    """How the server merges. Subclasses are frozen dataclasses entered in the catalogue.
 
-    @abstractmethod
-    def init(self, server: Tensor, context: Context) -> Any:
-        """Return the state before the first round; its shape (as a tree) never changes."""
+    A base combines replies and says what clients do: `own_rules` with `own_broadcast`, then the
+    user's rules in its field `local`. A `Wrapper` adds a step of its own to another method.
+    """
+
+    local: Rules = ()  # further rules for the clients, for methods that have the field
 
     @abstractmethod
     def aggregate(
@@ -178,13 +204,35 @@ class Method(ABC):
     ) -> tuple[Served, Any]:
         """Merge the replies of clients that started from `server`; return new state too."""
 
+    def init(self, server: Tensor, context: Context) -> Any:
+        """Return the state before the first round; its shape (as a tree) never changes."""
+        return ()
+
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the method's own client rules."""
+        return ()
+
+    def own_broadcast(self, state: Any, server: Tensor, context: Context) -> tuple[Any, ...]:
+        """Return what is sent beside the model, one entry for each of `own_rules`."""
+        return tuple(rule.shared(context) for rule in self.own_rules())
+
+    def score_counts(self, counts: Tensor, total: Tensor) -> float:
+        """Return the one number that a client tells in place of its class counts [classes]."""
+        raise NotImplementedError(f"{self} cannot do with less than the clients' class counts")
+
+    @property
+    def probes(self) -> bool:
+        """Whether the cohort sends its full gradients (`Context.probe`) before it trains."""
+        return False
+
     def rules(self) -> tuple[LocalRule, ...]:
         """Return what clients do beyond plain SGD, the method's own rules first."""
-        return ()
+        return (*self.own_rules(), *as_rules(self.local))
 
     def broadcast(self, state: Any, server: Tensor, context: Context) -> tuple[Any, ...]:
         """Return what is sent beside the model: one entry for each of `rules`."""
-        return tuple(() for _ in self.rules())
+        added = tuple(rule.shared(context) for rule in as_rules(self.local))
+        return (*self.own_broadcast(state, server, context), *added)
 
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Return how clients train in round ``context.round``; `schedule` is the configured one."""
@@ -198,8 +246,88 @@ class Method(ABC):
         """
         return None
 
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Yield why the method may not do what its paper says in such a run."""
+        for rule in self.rules():
+            yield from rule.cautions(setting)
+
     def __str__(self) -> str:
         try:
             return text(self)
         except ExpressionError:  # a method that is not in the catalogue
             return repr(self)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """The state of a wrapper."""
+
+    own: Any  # what the wrapper remembers
+    inner: Any  # what the method inside it remembers
+
+
+class Wrapper(Method):
+    """A method around another: clients do what the inner one says, then `step` is added.
+
+    Subclasses have a field ``inner``. What the inner method gives, ``fresh.send - server``, is
+    the round's update.
+    """
+
+    inner: Method
+    averages: ClassVar[bool] = False  # whether it serves an average of earlier models
+
+    def begin(self, server: Tensor, context: Context) -> Any:
+        """Return the wrapper's own state before the first round."""
+        return ()
+
+    @abstractmethod
+    def step(
+        self, own: Any, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, Any]:
+        """Turn what the inner method made of this round into what is served."""
+
+    def init(self, server: Tensor, context: Context) -> Wrapped:
+        """Begin, around the inner method's own state."""
+        return Wrapped(self.begin(server, context), self.inner.init(server, context))
+
+    def aggregate(
+        self, state: Wrapped, server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, Wrapped]:
+        """Merge with the inner method, then take the wrapper's step."""
+        fresh, inner = self.inner.aggregate(state.inner, server, replies, context)
+        served, own = self.step(state.own, server, fresh, replies, context)
+        return served, Wrapped(own, inner)
+
+    def rules(self) -> tuple[LocalRule, ...]:
+        """Clients do what the inner method says."""
+        return self.inner.rules()
+
+    def broadcast(self, state: Wrapped, server: Tensor, context: Context) -> tuple[Any, ...]:
+        """Send what the inner method sends."""
+        return self.inner.broadcast(state.inner, server, context)
+
+    def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
+        """Train as the inner method says."""
+        return self.inner.plan(schedule, context)
+
+    def streams(self) -> Weighting | None:
+        """Return what the inner method says; a `step` that looks at the replies must say None."""
+        return self.inner.streams()
+
+    def score_counts(self, counts: Tensor, total: Tensor) -> float:
+        """Tell what the inner method asks for."""
+        return self.inner.score_counts(counts, total)
+
+    @property
+    def probes(self) -> bool:
+        """Ask for what the inner method asks."""
+        return self.inner.probes
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Pass the inner method's cautions on, and name statistics that an average makes stale."""
+        yield from self.inner.cautions(setting)
+        if self.averages and setting.statistics:
+            yield (
+                "an average of models does not fit the BatchNorm statistics of the last one; take "
+                "norm='group' or sim.buffers='recalibrate'"
+            )

@@ -50,6 +50,7 @@ class Net:
         module: the network; its own weights are the initial model.
         device: where it runs.
         dtype: floating type of vectors and inputs.
+        mixed: run layers in bfloat16 where autocast allows it; vectors and logits stay as given.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Net:
         module: nn.Module,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        *,
+        mixed: bool = False,
     ) -> None:
         module = module.to(device=device, dtype=dtype)
         trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -65,7 +68,7 @@ class Net:
         statistics = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
         self.layout = Layout.of(trainable, _head_names(module, [n for n, _ in trainable]))
         self.buffer_layout = Layout.of(statistics)
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype, self.mixed = torch.device(device), dtype, mixed
         self.compiles = bool(getattr(module, "compiles", True))  # a module may say it does not pay
         self._counters = [
             (n, b) for n, b in module.named_buffers() if not b.is_floating_point() and b.dim() == 0
@@ -109,10 +112,27 @@ class Net:
                 for name in self._keys:
                     named[name] = key
         module = self._training if training else self._scoring
-        logits, features = functional_call(
-            module, {f"module.{name}": tensor for name, tensor in named.items()}, (inputs,)
-        )
-        return Outputs(logits, features, statistics)
+        named = {f"module.{name}": tensor for name, tensor in named.items()}
+        if not self.mixed:
+            logits, features = functional_call(module, named, (inputs,))
+            return Outputs(logits, features, statistics)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits, features = functional_call(module, named, (inputs,))
+        if features is not None:
+            features = features.to(self.dtype)
+        return Outputs(logits.to(self.dtype), features, statistics)
+
+    def classify(self, vector: Tensor, features: Tensor) -> Tensor:
+        """Return the logits [B, classes] of the head alone, for features [B, d]."""
+        if not self._scoring.splits:
+            raise ValueError(
+                "this method works on features: the network needs `features` and `head`, as the "
+                "catalogue's networks have"
+            )
+        views = self.layout.views(vector)
+        named = {name.removeprefix("head."): views[name] for name in self.layout.head}
+        logits: Tensor = functional_call(self._scoring.module.head, named, (features,))  # type: ignore[arg-type]
+        return logits
 
     @property
     def has_statistics(self) -> bool:

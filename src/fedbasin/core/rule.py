@@ -2,20 +2,24 @@
 
 Because a rule never loops over clients, the same code runs in a plain loop, under `vmap`
 for a whole cohort, and on a real device. Rules stack: `begin` and `end` run for each,
-`loss` passes a value along, and `direction` nests, with rules that move the point at which
-the gradient is taken (SAM) inside those that correct it (FedProx, SCAFFOLD).
+`loss` passes a value along (a rule that replaces the task loss comes first), and `direction`
+nests, with rules that move the point at which the gradient is taken (SAM) inside those that
+correct it (FedProx, SCAFFOLD).
 
-What crosses `vmap` (own state, carry, report) is a named tuple of tensors.
+What crosses `vmap` (own state, survey, carry, report) is a named tuple of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
 from fedbasin.core.net import Net, Outputs
+
+if TYPE_CHECKING:
+    from fedbasin.core.method import Context
 
 Gradient = Callable[[Tensor], Tensor]
 
@@ -37,9 +41,10 @@ class Start(NamedTuple):
     round: Tensor  # number of finished rounds
     lr: Tensor  # learning rate of this round
     steps: Tensor  # how many local steps it will take, K_i
+    epoch_steps: Tensor  # how many of them are one pass over its rows
     examples: Tensor  # how many samples it holds, n_i
     class_counts: Tensor  # [classes] its samples by class
-    gradient: Tensor | None  # [P] full-batch gradient at `vector`, for rules that ask for it
+    survey: Any  # the sums this rule's `survey` found over the client's rows; () without one
 
 
 class Finish(NamedTuple):
@@ -57,16 +62,50 @@ class View(NamedTuple):
     vector: Tensor  # [P] where the loss is evaluated
     outputs: Outputs
     batch: Batch
+    key: Tensor  # int64 [2], this step's randomness; fold it before drawing
+
+
+class Look(NamedTuple):
+    """What a survey may look at: some of the client's rows, plain and without augmentation."""
+
+    net: Net
+    vector: Tensor  # [P] the model it received
+    buffers: Tensor  # [Q] and its statistics
+    shared: Any  # what the method broadcasts to this rule
+    batch: Batch
+
+
+class Setting(NamedTuple):
+    """How a run trains, as far as a rule or a method may warn about it."""
+
+    momentum: float  # of the clients' SGD
+    weight_decay: float
+    clip: float | None
+    ragged: bool  # whether clients take different numbers of steps
+    statistics: bool  # whether the network averages BatchNorm statistics without renewing them
 
 
 class LocalRule:
     """What a client does beyond plain SGD. Every hook has a neutral default."""
 
     layer: ClassVar[Literal["perturb", "correct"]] = "correct"
-    wants_gradient: ClassVar[bool] = False  # whether `Start.gradient` must be filled
+    owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset()  # hooks only one rule may fill
+    surveys: ClassVar[bool] = False  # whether `survey` is wanted before training
+
+    def shared(self, context: Context) -> Any:
+        """Return what the server sends to this rule where the method itself sends nothing."""
+        return ()
 
     def own(self, vector: Tensor) -> Any:
         """Return the state a client has before its first round: a named tuple of zeros."""
+        return ()
+
+    def chances(self, labels: Tensor, class_counts: Tensor) -> Tensor:
+        """Return how likely each row [n] is drawn with replacement; for a rule that owns "rows"."""
+        raise NotImplementedError
+
+    def survey(self, look: Look) -> Any:
+        """Return sums over some rows at the received model; they add up over the client's rows."""
         return ()
 
     def begin(self, start: Start, net: Net) -> Any:
@@ -84,9 +123,17 @@ class LocalRule:
         """
         return gradient(vector), carry
 
+    def after_step(self, carry: Any, vector: Tensor, net: Net) -> tuple[Tensor, Any]:
+        """Return the model after the optimiser's step, changed where the rule wants it."""
+        return vector, carry
+
     def end(self, carry: Any, start: Start, finish: Finish) -> tuple[Any, Any]:
         """Return the client's new own state and its report to the server."""
         return start.own, ()
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Yield why this rule may not do what its paper says in such a run."""
+        yield from ()
 
 
 Rules = LocalRule | tuple[LocalRule, ...]
@@ -95,3 +142,11 @@ Rules = LocalRule | tuple[LocalRule, ...]
 def as_rules(local: Rules) -> tuple[LocalRule, ...]:
     """Return one rule or several as a tuple."""
     return local if isinstance(local, tuple) else (local,)
+
+
+def check_rules(rules: tuple[LocalRule, ...]) -> None:
+    """Refuse rules of which two fill a hook that only one may."""
+    for hook, what in (("loss", "replace the task loss"), ("rows", "choose the rows of a batch")):
+        owners = [str(rule) for rule in rules if hook in rule.owns]
+        if len(owners) > 1:
+            raise ValueError(f"only one rule may {what}, but {' and '.join(owners)} do; drop one")

@@ -99,3 +99,9 @@ def stack(trees: list[Any]) -> Any:
 def row(tree: Any, index: int) -> Any:
     """Return one row of a stacked tree."""
     return rebuild(tree, lambda _, leaf: leaf[index] if isinstance(leaf, Tensor) else leaf)
+
+
+def added(trees: list[Any]) -> Any:
+    """Add equal trees of tensors leaf by leaf."""
+    columns = [dict(flatten(tree)) for tree in trees]
+    return rebuild(trees[0], lambda path, _: sum(column[path] for column in columns))  # type: ignore[misc]

@@ -19,6 +19,7 @@ from fedbasin.core.tree import rebuild, tensors
 from fedbasin.deploy.clients import ASK
 from fedbasin.deploy.keep import OwnState
 from fedbasin.deploy.private import answer
+from fedbasin.deploy.probe import GRADIENT, answer_gradient
 from fedbasin.deploy.wire import Codec, Refused, number, read_tree, the_record, write_tree
 from fedbasin.local import SGD, Trainer
 from fedbasin.local.train import Received, Shard, Transform
@@ -231,10 +232,17 @@ def _moved(tree: Any, like: Tensor) -> Any:
     return rebuild(tree, lambda _, leaf: leaf.to(like.device) if isinstance(leaf, Tensor) else leaf)
 
 
+def _received(here: Desk, arrays: ArrayRecord) -> tuple[Tensor, Tensor]:
+    """Return the model that came in, where the client's network runs."""
+    net = here.trainer.net
+    vector, buffers = Codec.of(arrays, net).read(arrays)
+    return vector.to(net.device, net.dtype), buffers.to(net.device, net.dtype)
+
+
 def _evaluate(here: Desk, content: RecordDict) -> RecordDict:
     trainer, net = here.trainer, here.trainer.net
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
-    vector, buffers = (p.to(net.device, net.dtype) for p in Codec.of(arrays, net).read(arrays))
+    vector, buffers = _received(here, arrays)
     rows = here.held_out or here.rows
     test = Examiner(net, rows.inputs, rows.labels, trainer.transform, trainer.classes)
     score = test.score(vector, buffers)
@@ -244,9 +252,14 @@ def _evaluate(here: Desk, content: RecordDict) -> RecordDict:
 
 def _query(here: Desk, content: RecordDict, context: Context) -> RecordDict:
     config: ConfigRecord = the_record(content, ConfigRecord, "config")
+    if config.get(ASK) == GRADIENT:
+        arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
+        vector, buffers = _received(here, arrays)
+        gradient = here.trainer.full_gradient(here.rows, vector, buffers)
+        return answer_gradient(gradient, len(here.rows.labels))
     counts = torch.bincount(here.rows.labels, minlength=here.trainer.classes).tolist()
     if config.get(ASK) != "who":
-        return answer(config, counts, context)
+        return answer(config, counts, context, parse(here.method, "method"))
     facts = MetricRecord(
         {
             "partition-id": here.client,

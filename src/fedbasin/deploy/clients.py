@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,12 +90,40 @@ class Clients:
         seat = self._seats.get(node)
         return None if seat is None else seat.client
 
+    def ask(
+        self, nodes: Mapping[int, int], content: RecordDict, timeout: float
+    ) -> tuple[dict[int, RecordDict], dict[int, str]]:
+        """Put one question to clients; return the answers, and why others gave none."""
+        sent = self.mail.send(
+            [Message(content, node, MessageType.QUERY, ttl=timeout) for node in nodes.values()]
+        )
+        whose = {node: client for client, node in nodes.items()}
+        found: dict[int, RecordDict] = {}
+        failed = dict.fromkeys(nodes, "it was not reached")
+
+        def gave_up(node: int, reason: str) -> None:
+            failed[whose[node]] = reason
+
+        for reply in self.mail.replies(sent, timeout, gave_up):
+            client = whose[sent[reply.metadata.reply_to_message_id]]
+            if reply.has_error():
+                failed[client] = fault(reply)
+            else:
+                found[client] = reply.content
+        return found, {client: why for client, why in failed.items() if client not in found}
+
+    def examples(self, client: int) -> int:
+        """Return how many rows a client holds; 0 where it is not known."""
+        return {s.client: s.examples for s in self._seats.values()}.get(client, 0)
+
     def rows(self) -> int:
         """Return how many rows all known clients hold together."""
         return sum({s.client: s.examples for s in self._seats.values()}.values())
 
     def class_counts(self) -> Tensor:
-        """Return rows by client and class [N, classes], as the nodes showed them."""
+        """Wait for all clients and return their rows by class [N, classes], as they show them."""
+        self.wait(self.total)
+        _log.warning("The server sees every client's class counts: the method asks for them")
         known = {seat.client: seat.counts for seat in self._seats.values()}
         missing = [client for client in range(self.total) if not known.get(client)]
         widths = {len(counts) for counts in known.values()}

@@ -4,17 +4,48 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
+from fedbasin.core.method import Plan
+from fedbasin.core.tree import tensors
 from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.replies import Collector, Tally
-from fedbasin.deploy.wire import Refused, content_bytes, fault
+from fedbasin.deploy.wire import Refused, content_bytes, fault, write_tree
 
 _CLIENT_FAULTS = (1, 2)  # Flower's codes for an app that cannot be loaded, or raises
 _log = logging.getLogger("flwr")
+
+
+def content_of(
+    given: Mapping[str, ArrayRecord | ConfigRecord],
+    round: int,
+    plan: Plan,
+    shared: Any,
+    run: Mapping[str, str | int],
+) -> RecordDict:
+    """Return what every client of a cohort is sent.
+
+    Args:
+        given: the model and the user's settings, under the keys that clients look for.
+        round: the round's number, from 1.
+        plan: how they train; any Flower client finds its learning rate under ``lr``.
+        shared: what the method broadcasts.
+        run: the run's method, name and seed, for clients of fedbasin.
+    """
+    content = RecordDict(dict(given))
+    for key, record in given.items():
+        if isinstance(record, ConfigRecord):
+            facts: dict[str, Any] = {"server-round": round, "lr": plan.lr}
+            facts |= {"local-epochs": plan.epochs or 0, "local-steps": plan.steps or 0}
+            facts |= {f"fedbasin-{name}": value for name, value in run.items()}
+            content[key] = ConfigRecord({**record, **facts})
+    if tensors(shared):
+        content["shared"], content["shared-shape"] = write_tree(shared)
+    return content
 
 
 @dataclass

@@ -38,3 +38,8 @@ def mean_metrics(replies: Iterable[Message], weight_key: str) -> MetricRecord | 
             total[name] = total.get(name, 0.0) + weight * plain[name]
     _log.info("aggregate_evaluate: Received %s results and %s failures", count, failures)
     return MetricRecord({k: total[k] / weights for k in sorted(total)}) if weights else None
+
+
+def unheard(node: int, reason: str) -> None:
+    """Say that a client's evaluation is not waited for."""
+    _log.warning("\t> No evaluation from node %d: %s", node, reason)

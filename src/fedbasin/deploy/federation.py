@@ -42,6 +42,7 @@ class LocalFederation:
         folder: where logs, keys, the SuperLink's database and the nodes' states go.
         nodes: how many SuperNodes there are.
         tls: whether messages are encrypted and nodes must prove who they are.
+        simulate: whether Flower's simulation engine (Ray) takes the place of SuperNodes.
         patience: seconds that a process may take to come up.
         environment: further variables for all processes.
     """
@@ -49,6 +50,7 @@ class LocalFederation:
     folder: Path
     nodes: int = 3
     tls: bool = False
+    simulate: bool = False
     patience: float = 120.0
     environment: Mapping[str, str] = field(default_factory=dict)
     _mark: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -59,6 +61,8 @@ class LocalFederation:
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise ValueError(f"nodes must be at least 1, got {self.nodes}")
+        if self.tls and self.simulate:
+            raise ValueError("simulated nodes send nothing over a network: leave tls out")
         self.folder = self.folder.resolve()
 
     def __enter__(self) -> LocalFederation:
@@ -69,7 +73,7 @@ class LocalFederation:
                 self._certificates = make_certificates(self.folder / "keys")
             self._configure()
             self.start_link()
-            for node in range(self.nodes):
+            for node in range(0 if self.simulate else self.nodes):
                 if self.tls:
                     self.register(make_node_key(self.folder / "keys" / f"node{node}"))
                 self.start_node(node)
@@ -100,6 +104,7 @@ class LocalFederation:
             "superlink",
             "flower-superlink",
             *security,
+            *(["--simulation"] if self.simulate else []),
             "--disable-runtime-dependency-installation",
             *("--host", "127.0.0.1", "--port", str(self._port)),
             *("--database", str(self.folder / "superlink.db")),
@@ -188,6 +193,10 @@ class LocalFederation:
             lines.append("insecure = true")
         else:
             lines.append(f"root-certificates = {json.dumps(str(self._certificates.authority))}")
+        if self.simulate:
+            lines.append(f"options.num-supernodes = {self.nodes}")
+            lines.append("options.backend.client-resources.num-cpus = 1")
+            lines.append("options.backend.client-resources.num-gpus = 0")
         (home / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def _environment(self) -> dict[str, str]:

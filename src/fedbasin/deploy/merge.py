@@ -35,6 +35,10 @@ class Merger:
     guard: Guard | None = None
     test: Examiner | None = None
 
+    def __post_init__(self) -> None:
+        if self.buffers == "recalibrate" and self.recalibrate is None:
+            raise ValueError("buffers='recalibrate' needs recalibrate=, a function of a model")
+
     def merge(
         self, server: Server, collected: Collected, context: Context, say: Say
     ) -> tuple[Server, RoundRecord]:

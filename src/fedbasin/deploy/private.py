@@ -3,6 +3,7 @@
     server -> holder    "keys"      holder makes a key pair; the public key comes back
     server -> client    "encrypt"   with the public key; the client's encrypted counts come back
     server -> holder    "decrypt"   with their sum; the sum in plain comes back
+    server -> client    "score"     with the sum in plain; one number comes back, by the method
 
 The secret key stays in the holder's client state and is thrown away after it has opened one
 sum. What is promised, and what is not, stands in `fedbasin.local.private_counts`.
@@ -14,11 +15,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+import torch
+from flwr.app import ConfigRecord, Context, RecordDict
 
+from fedbasin.core.method import Method, PrivateCounts
 from fedbasin.core.rng import Key
 from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
-from fedbasin.deploy.wire import Refused, fault, number, the_record
+from fedbasin.deploy.wire import Refused, number, the_record
 from fedbasin.local.private_counts import (
     PrivateCountsError,
     add_counts,
@@ -30,6 +33,18 @@ from fedbasin.local.private_counts import (
 
 _SECRET = "fedbasin-secret"
 _log = logging.getLogger("flwr")
+
+
+def gather_private(clients: Clients, key: Key, classes: int) -> PrivateCounts:
+    """Return the sum of all class counts and each client's score: the server's part."""
+    total = gather(clients, key, classes)
+    nodes = clients.wait(clients.total)
+    told = _ask(clients, nodes, {ASK: "score", "total": total})
+    scores = [number(told[client], "score") for client in range(clients.total)]
+    rows = [clients.examples(client) for client in range(clients.total)]
+    return PrivateCounts(
+        torch.tensor(total), torch.tensor(scores, dtype=torch.float64), torch.tensor(rows)
+    )
 
 
 def gather(clients: Clients, key: Key, classes: int) -> list[int]:
@@ -53,30 +68,14 @@ def _ask(
 ) -> dict[int, ConfigRecord]:
     """Ask clients and return the answers of all of them; one that is missing is an error."""
     content = RecordDict({"config": ConfigRecord(question)})
-    wait = clients.patience
-    sent = clients.mail.send(
-        [Message(content, node, MessageType.QUERY, ttl=wait) for node in nodes.values()]
-    )
-    failed: list[str] = []
-
-    def gave_up(node: int, reason: str) -> None:
-        failed.append(f"client {clients.client(node)}: {reason}")
-
-    found: dict[int, ConfigRecord] = {}
-    for reply in clients.mail.replies(sent, wait, gave_up):
-        client = clients.client(sent[reply.metadata.reply_to_message_id])
-        if reply.has_error() or client is None:
-            failed.append(f"client {client}: {fault(reply)}")
-        else:
-            found[client] = the_record(reply.content, ConfigRecord)
-    if failed or set(found) != set(nodes):
-        raise TooFewNodes(
-            f"class counts need every client, at {question[ASK]!r}: {'; '.join(failed[:5])}"
-        )
-    return found
+    found, failed = clients.ask(nodes, content, clients.patience)
+    if failed:
+        who = "; ".join(f"client {client}: {why}" for client, why in list(failed.items())[:5])
+        raise TooFewNodes(f"class counts need every client, at {question[ASK]!r}: {who}")
+    return {client: the_record(reply, ConfigRecord) for client, reply in found.items()}
 
 
-def answer(config: ConfigRecord, counts: list[int], context: Context) -> RecordDict:
+def answer(config: ConfigRecord, counts: list[int], context: Context, method: Method) -> RecordDict:
     """Answer the server's question: a client's part."""
     asked = config.get(ASK)
     if asked == "keys":
@@ -93,7 +92,13 @@ def answer(config: ConfigRecord, counts: list[int], context: Context) -> RecordD
         classes, rows = (int(number(config, k, least=1)) for k in ("classes", "rows"))
         opened = decrypt_counts(_bytes(held, "secret"), _bytes(config, "sum"), classes, rows)
         return _reply({"total": opened})
-    raise Refused(f"unknown question {asked!r}; there is who, keys, encrypt and decrypt")
+    if asked == "score":
+        total = config.get("total")
+        if not isinstance(total, list) or len(total) != len(counts):
+            raise Refused(f"total is {total!r}, expected rows by class of {len(counts)} classes")
+        own, everyone = torch.tensor(counts), torch.tensor([int(n) for n in total])
+        return _reply({"score": method.score_counts(own, everyone)})
+    raise Refused(f"unknown question {asked!r}; there is who, keys, encrypt, decrypt and score")
 
 
 def _reply(values: dict[str, Any]) -> RecordDict:

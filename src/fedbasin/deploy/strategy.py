@@ -21,16 +21,17 @@ from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
-from fedbasin.core.tree import tensors
 from fedbasin.core.vectors import Weighting
 from fedbasin.deploy.clients import Clients
-from fedbasin.deploy.cohort import Cohort
-from fedbasin.deploy.evaluation import mean_metrics
+from fedbasin.deploy.cohort import Cohort, content_of
+from fedbasin.deploy.evaluation import mean_metrics, unheard
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.merge import Merger
+from fedbasin.deploy.private import gather_private
+from fedbasin.deploy.probe import gather_gradients
 from fedbasin.deploy.replies import Collector, Guard, Tally
 from fedbasin.deploy.resume import Journal
-from fedbasin.deploy.wire import Codec, write_tree
+from fedbasin.deploy.wire import Codec
 from fedbasin.sim.evaluate import Examiner
 from fedbasin.sim.participation import draw_cohort
 from fedbasin.sim.rounds import BufferPolicy, Server
@@ -63,7 +64,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         schedule: the plan of each round; by default ``train_config["lr"]`` and one epoch.
         batch: the clients' batch size, for methods that ask for it.
         proxy: labelled rows on the server, for methods that learn from them.
-        counts: how class counts reach methods that need them.
+        counts: how class counts reach methods that need them: each client's in ``"plain"``, or
+            their sum alone by way of encryption.
+        classes: number of classes, for private counts.
         test: rows that the scored model is tested on after each round.
         buffers: what happens to BatchNorm statistics.
         recalibrate: renews statistics for a model, for the policy of that name.
@@ -77,7 +80,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         facts: what the summary says beside the measured numbers.
     """
 
-    # What `start` sets up, and what the round under way leaves.
+    # Set up by `start`, and by the round under way.
     _codec: Codec
     _mail: Mailbox
     _clients: Clients
@@ -108,6 +111,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         batch: int = 0,
         proxy: Examiner | None = None,
         counts: Literal["plain", "private"] = "plain",
+        classes: int = 0,
         test: Examiner | None = None,
         buffers: BufferPolicy = "mean",
         recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -129,13 +133,12 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
         self.key, self.seed, self.net = root(seed), seed, net
-        self.schedule, self.batch, self.proxy, self.counts = schedule, batch, proxy, counts
+        self.schedule, self.batch, self.proxy = schedule, batch, proxy
+        self.counts, self.classes = counts, classes or (test.classes if test else 0)
         self.merger = Merger(self.method, buffers, recalibrate, guard, test)
         self.stream, self.patience = stream, patience
         self.journal = Journal(folder, checkpoint_every, dict(facts or {}))
         self.tally = Tally()
-        if buffers == "recalibrate" and recalibrate is None:
-            raise ValueError("buffers='recalibrate' needs recalibrate=, a function of a model")
 
     def summary(self) -> None:
         """Log what the strategy is."""
@@ -209,6 +212,12 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         eligible = np.array(sorted(online), dtype=np.int64)
         drawn = draw_cohort(self.participation, eligible, self.key.fold("cohort", now)).tolist()
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
+        if method.probes:
+            nodes = {client: online[client] for client in drawn}
+            drawn, probe = gather_gradients(
+                self._clients, nodes, arrays, server.send, self._timeout
+            )
+            self._now = replace(self._now, probe=probe)
         shared = method.broadcast(server.state, server.send, self._now)
         self._cohort = Cohort(
             round=server_round,
@@ -222,7 +231,13 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 stream=self._streams(len(drawn)),
             ),
             tally=self.tally,
-            content=self._content(server_round, arrays, config, plan, shared),
+            content=content_of(
+                {self.arrayrecord_key: arrays, self.configrecord_key: config},
+                server_round,
+                plan,
+                shared,
+                {"method": str(method), "name": self.journal.name, "seed": self.seed},
+            ),
             asked={client: online[client] for client in drawn},
             least=min(self.min_train_nodes, len(drawn)),
             timeout=self._timeout,
@@ -305,11 +320,11 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self._mail = Mailbox(grid)
         self._clients = Clients(self._mail, wants_counts and self.counts == "plain", self.patience)
         self._clients.wait(max(self.min_available_nodes, 1))
-        counts = None
-        if wants_counts:
-            self._clients.wait(self._clients.total)
+        counts = private = None
+        if wants_counts and self.counts == "private":
+            private = gather_private(self._clients, self.key, self.classes)
+        elif wants_counts:
             counts = self._clients.class_counts()
-            _log.warning("%s: the server sees every client's class counts in plain", self.method)
         self._context = Context(
             layout=self._codec.layout,
             clients=self._clients.total,
@@ -318,7 +333,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             batch=self.batch,
             proxy=self.proxy,
             class_counts=counts,
+            private_counts=private,
             archive=self.journal.archive(),
+            net=self.net,
         )
         lr = train_config.get("lr", 0.0)
         usual = Plan(float(lr) if isinstance(lr, int | float) else 0.0, 1)
@@ -329,20 +346,6 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
 
     def _arrays(self, vector: Tensor) -> ArrayRecord:
         return self._codec.write(vector, self._server.buffers)
-
-    def _content(
-        self, number: int, arrays: ArrayRecord, config: ConfigRecord, plan: Plan, shared: Any
-    ) -> RecordDict:
-        """Return what every client of the cohort is sent."""
-        settings = ConfigRecord({**config, "server-round": number, "lr": plan.lr})
-        settings["local-epochs"] = plan.epochs or 0
-        settings["local-steps"] = plan.steps or 0
-        settings["fedbasin-method"] = str(self.method)
-        settings["fedbasin-name"], settings["fedbasin-seed"] = self.journal.name, self.seed
-        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
-        if tensors(shared):
-            content["shared"], content["shared-shape"] = write_tree(shared)
-        return content
 
     def _streams(self, cohort: int) -> Weighting | None:
         """Return how replies are averaged as they arrive, or None to keep them all."""
@@ -365,7 +368,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         messages = list(self.configure_evaluate(now, result.arrays, config, grid))
         if messages:
             sent = self._mail.send(messages)
-            answers = self._mail.replies(sent, self._timeout, self._unheard)
+            answers = self._mail.replies(sent, self._timeout, unheard)
             found = self.aggregate_evaluate(now, answers)
             if found is not None:
                 _log.info("\t└──> Aggregated MetricRecord: %s", found)
@@ -398,6 +401,3 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             _log.info("\trefused %d times: %s", times, reason)
         for line in str(result).splitlines():
             _log.info("\t%s", line)
-
-    def _unheard(self, node: int, reason: str) -> None:
-        _log.warning("\t> No evaluation from node %d: %s", node, reason)

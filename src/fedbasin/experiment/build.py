@@ -18,11 +18,12 @@ from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, root, torch_draws_from
+from fedbasin.core.rule import Setting
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
-from fedbasin.sim.cohort import CohortExecutor, Unsupported
+from fedbasin.sim.cohort import CohortExecutor, Compiled, Unsupported
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
 
@@ -53,7 +54,7 @@ def pick_device(name: str) -> torch.device:
 
 def pick_precision(name: str, device: torch.device) -> torch.dtype:
     """Turn a precision's name into a floating type, and let CUDA use tf32 where it says so."""
-    fast = device.type == "cuda" and name in ("auto", "tf32")
+    fast = device.type == "cuda" and name in ("auto", "tf32", "bf16")
     torch.backends.cuda.matmul.allow_tf32 = fast
     torch.backends.cudnn.allow_tf32 = fast
     return torch.float64 if name == "fp64" else torch.float32
@@ -97,7 +98,7 @@ def build(
     shape = tuple(rows.splits.train.inputs.shape[1:])
     with torch_draws_from(key.fold("model")):
         module = parse(experiment.model, "model")(shape, rows.classes)
-    net = Net(module, device, dtype)
+    net = Net(module, device, dtype, mixed=experiment.sim.precision == "bf16")
     transform = _transform(dataset, experiment.data, dtype)
 
     def examiner(part: data.Rows) -> Examiner:
@@ -117,6 +118,7 @@ def build(
         proxy=proxy,
         class_counts=_class_counts(method, population, rows.classes),
         archive=archive,
+        net=net,
     )
     _check_needs(method, context)
     trainer = Trainer(
@@ -127,6 +129,7 @@ def build(
         transform=transform,
         classes=rows.classes,
     )
+    _say_cautions(method, experiment, net, population)
     participation: Choice = parse(experiment.sim.participation, "participation")
     eligible = np.flatnonzero(population.sizes > 0)
     draw_cohort(participation, eligible, key.fold("cohort", 0))  # says what is wrong before the run
@@ -163,11 +166,13 @@ def pick_executor(
     )
     if name == "loop" or (name == "auto" and not (on_cuda or small)):
         return loop
-    compiled = on_cuda and trainer.net.compiles
-    if experiment.sim.compile != "auto":
-        compiled = experiment.sim.compile == "on"
+    sim = experiment.sim
+    compiled: Compiled = "wide" if on_cuda and trainer.net.compiles else "no"
+    if sim.compile != "auto":
+        compiled = "all" if sim.compile == "on" else "no"
+    memory = int(sim.memory * 2**30)
     try:
-        return CohortExecutor(trainer, population, key, compiled, experiment.sim.chunk)
+        return CohortExecutor(trainer, population, key, compiled, sim.chunk, memory)
     except Unsupported as reason:
         if name == "cohort":
             raise ConfigError(f"sim.executor: cohort cannot be used: {reason}") from reason
@@ -206,6 +211,20 @@ def _check_needs(method: Method, context: Context) -> None:
         raise ConfigError(
             f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper)"
         )
+
+
+def _say_cautions(method: Method, experiment: Experiment, net: Net, population: Population) -> None:
+    """Log why the method may not do what its paper says in this run."""
+    local, sizes = experiment.local, population.sizes[population.sizes > 0]
+    setting = Setting(
+        momentum=local.momentum,
+        weight_decay=local.weight_decay,
+        clip=local.clip or None,
+        ragged=not local.steps and len(set(np.ceil(sizes / local.batch))) > 1,
+        statistics=net.has_statistics and experiment.sim.buffers != "recalibrate",
+    )
+    for caution in method.cautions(setting):
+        logging.getLogger(__name__).warning("%s: %s", method, caution)
 
 
 def _class_counts(method: Method, population: Population, classes: int) -> Tensor | None:

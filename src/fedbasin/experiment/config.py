@@ -94,11 +94,14 @@ class SimConfig:
         dropout: chance that a drawn client does not answer.
         executor: how a cohort is trained: ``"loop"`` (one client after another), ``"cohort"`` (all
             as one matrix), or ``"auto"`` (the faster of the two for the device and the model).
-        compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA.
-        chunk: most clients that advance together; 0 is the whole cohort.
+        compile: whether the cohort's step is compiled: ``"on"`` for every size of the active set,
+            ``"off"`` for none, ``"auto"`` on CUDA for the sizes that pay.
+        chunk: most clients that advance together; 0 is as many as the memory holds.
+        memory: GiB that they may take; 0 is a share of what is free.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
         precision: floating type of models and training: ``"fp32"``, ``"tf32"`` (fp32 with faster,
-            coarser products on CUDA), ``"fp64"``, or ``"auto"``: tf32 on CUDA, else fp32.
+            coarser products on CUDA), ``"bf16"`` (mixed: models in fp32, layers in bfloat16),
+            ``"fp64"``, or ``"auto"``: tf32 on CUDA, else fp32.
         buffers: what happens to BatchNorm statistics on the server.
         evaluate_every: score the model every k rounds.
         evaluate_last: and in each of the last rounds.
@@ -110,8 +113,9 @@ class SimConfig:
     executor: Literal["auto", "loop", "cohort"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
     chunk: int = 0
+    memory: float = 0.0
     device: str = "auto"
-    precision: Literal["auto", "fp32", "tf32", "fp64"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
     buffers: Literal["mean", "keep", "recalibrate"] = "mean"
     evaluate_every: int = 1
     evaluate_last: int = 10

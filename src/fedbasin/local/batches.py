@@ -34,13 +34,25 @@ def count_steps(plan: Plan, rows: int, batch: int) -> int:
     return plan.epochs * steps_per_epoch(rows, batch)
 
 
-def epoch_order(key: Tensor, epoch: int, rows: int) -> Tensor:
-    """Return the order [n] in which one epoch visits a client's rows."""
+def epoch_order(key: Tensor, epoch: int, rows: int, chances: Tensor | None = None) -> Tensor:
+    """Return the order [n] in which one epoch visits a client's rows, or n rows drawn by chance."""
     counter = torch.arange(rows, device=key.device)
-    return torch.argsort(bits(fold_in(fold_in(key, ORDER), epoch), counter), stable=True)
+    drawn = bits(fold_in(fold_in(key, ORDER), epoch), counter)
+    if chances is None:
+        return torch.argsort(drawn, stable=True)
+    return draw(drawn, chances)
 
 
-def batches(key: Tensor, plan: Plan, rows: int, batch: int) -> list[Tensor]:
+def draw(drawn: Tensor, chances: Tensor) -> Tensor:
+    """Turn 32 random bits [..., n] into row numbers that appear in proportion to the chances."""
+    below = chances.to(torch.float64).cumsum(-1)
+    at = (drawn.to(torch.float64) + 0.5) / (1 << 32) * below[..., -1:]
+    return torch.searchsorted(below, at).clamp(max=chances.shape[-1] - 1)
+
+
+def batches(
+    key: Tensor, plan: Plan, rows: int, batch: int, chances: Tensor | None = None
+) -> list[Tensor]:
     """Return the row numbers of every local step of one client.
 
     Args:
@@ -48,10 +60,11 @@ def batches(key: Tensor, plan: Plan, rows: int, batch: int) -> list[Tensor]:
         plan: how long it trains.
         rows: how many rows it holds.
         batch: batch size, B.
+        chances: [n] how likely each row is, for clients that draw with replacement.
     """
     total, epoch = count_steps(plan, rows, batch), 0
     found: list[Tensor] = []
     while len(found) < total:
-        found.extend(epoch_order(key, epoch, rows).split(batch))
+        found.extend(epoch_order(key, epoch, rows, chances).split(batch))
         epoch += 1
     return found[:total]

@@ -12,6 +12,7 @@ exponential moving average, for any K_i and any learning rate.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fedbasin.core.method import Replies
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Gradient, LocalRule, Start
+from fedbasin.core.rule import Gradient, LocalRule, Setting, Start
 from fedbasin.core.vectors import weighted_mean
 
 
@@ -57,6 +58,15 @@ class ClientMomentum(LocalRule):
     ) -> tuple[Tensor, MomentumCarry]:
         """Mix the gradient with the momentum."""
         return carry.alpha * gradient(vector) + carry.pull, carry
+
+
+def unequal_steps(setting: Setting) -> Iterator[str]:
+    """Say why momentum from clients with different numbers of steps leans to the largest."""
+    if setting.ragged:
+        yield (
+            "clients take different numbers of steps, and those with most rows follow the momentum "
+            "most; give local.steps, or take fedwcm(unequal=True)"
+        )
 
 
 def mean_direction(

@@ -6,11 +6,18 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.rng import bits, fold_in
-from fedbasin.local.batches import ORDER
+from fedbasin.local.batches import ORDER, draw
 
 
 def cohort_rows(
-    keys: Tensor, sizes: Tensor, steps: Tensor, batch: int, most_steps: int, most_rows: int
+    keys: Tensor,
+    sizes: Tensor,
+    steps: Tensor,
+    batch: int,
+    most_steps: int,
+    most_rows: int,
+    epochs: int,
+    chances: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return row numbers [C, K, B] within each client and which of them are real.
 
@@ -21,17 +28,21 @@ def cohort_rows(
         batch: batch size, B.
         most_steps: K, the largest number of steps.
         most_rows: the largest number of rows.
+        epochs: the largest number of passes that a client's steps take, begun ones included.
+        chances: [C, most_rows] for clients that draw with replacement; 0 beyond their rows.
     """
     device = keys.device
     passes = torch.div(sizes + batch - 1, batch, rounding_mode="floor").clamp(min=1)  # an epoch
-    epochs = max(1, int(torch.div(steps + passes - 1, passes, rounding_mode="floor").max()))
     counter = torch.arange(most_rows, device=device).expand(len(sizes), most_rows)
     beyond = counter >= sizes[:, None]
     ordered = fold_in(keys, ORDER)
     orders = []
     for epoch in range(epochs):
-        drawn = bits(fold_in(ordered, epoch), counter).masked_fill(beyond, 1 << 32)
-        orders.append(torch.argsort(drawn, dim=1, stable=True))
+        drawn = bits(fold_in(ordered, epoch), counter)
+        if chances is None:
+            orders.append(torch.argsort(drawn.masked_fill(beyond, 1 << 32), dim=1, stable=True))
+        else:
+            orders.append(draw(drawn, chances))
     order = torch.stack(orders, 1).view(len(sizes), -1)  # [C, epochs * rows]
     number = torch.arange(most_steps, device=device)
     epoch_of = torch.div(number[None], passes[:, None], rounding_mode="floor")

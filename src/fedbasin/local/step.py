@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Batch, Gradient, LocalRule, View
+from fedbasin.core.rule import Batch, Gradient, LocalRule, Look, View
 
 Aux = tuple[Tensor, Tensor, tuple[Any, ...]]  # loss value, statistics, carries
 Loss = Callable[[Tensor], tuple[Tensor, Aux]]
@@ -69,6 +69,18 @@ def task_loss(logits: Tensor, batch: Batch) -> Tensor:
     return (each * batch.weight).sum() / batch.weight.sum().clamp(min=1)
 
 
+def summed_gradient(look: Look) -> Tensor:
+    """Return the gradient [P] of the loss summed over the rows of a survey."""
+
+    def total(vector: Tensor) -> Tensor:
+        logits = look.net(vector, look.batch.inputs, look.buffers).logits
+        each = F.cross_entropy(logits, look.batch.labels, reduction="none")
+        return (each * look.batch.weight).sum()
+
+    gradient: Tensor = torch.func.grad(total)(look.vector)
+    return gradient
+
+
 def by_autograd(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
     """Differentiate with plain autograd: the reference."""
     leaf = vector.detach().requires_grad_()
@@ -99,21 +111,23 @@ def step(
         point: where the client stands.
         batch: the samples of this step.
         lr: learning rate, eta.
-        key: int64 [2], the randomness of dropout in this step.
+        key: int64 [2], the randomness of dropout and of the rules in this step.
         net: the network.
         rules: what the client does beyond SGD.
         sgd: the optimiser.
         differentiate: how the gradient is taken.
     """
     carries = list(point.carries)
+    first_to_last = sorted(range(len(rules)), key=lambda i: "loss" not in rules[i].owns)
     seen: list[tuple[Tensor, Tensor]] = []  # loss and statistics of the unperturbed evaluation
 
     def loss(vector: Tensor) -> tuple[Tensor, Aux]:
         outputs = net(vector, batch.inputs, point.buffers, key=key, training=True)
         value = task_loss(outputs.logits, batch)
         updated = list(carries)
-        for i, rule in enumerate(rules):
-            value, updated[i] = rule.loss(carries[i], value, View(net, vector, outputs, batch))
+        for i in first_to_last:
+            view = View(net, vector, outputs, batch, key)
+            value, updated[i] = rules[i].loss(carries[i], value, view)
         return value, (value.detach(), outputs.buffers, tuple(updated))
 
     def evaluate(vector: Tensor) -> Tensor:
@@ -138,6 +152,8 @@ def step(
         gradient = through(i, gradient)
     direction = clipped(gradient(point.vector), sgd.clip)
     vector, momentum = descend(point.vector, point.momentum, direction, lr, sgd)
+    for i, rule in enumerate(rules):
+        vector, carries[i] = rule.after_step(carries[i], vector, net)
     value, buffers = seen[0]
     return Point(vector, momentum, buffers.detach(), tuple(carries)), value
 

@@ -15,10 +15,12 @@ from torch import Tensor
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in
-from fedbasin.core.rule import Batch, Finish, LocalRule, Start
+from fedbasin.core.rule import Batch, Finish, LocalRule, Look, Start, check_rules
+from fedbasin.core.tree import added
 from fedbasin.local.batches import AUGMENT, DROPOUT, batches, count_steps, steps_per_epoch
-from fedbasin.local.step import SGD, Point, by_autograd, step, task_loss
+from fedbasin.local.step import SGD, Point, step, summed_gradient
 
+SURVEY_ROWS = 256  # rows of a client that a survey looks at in one pass
 Transform = Callable[..., Tensor]  # (raw rows, key or None) -> what the network takes
 
 
@@ -75,6 +77,9 @@ class Trainer:
     transform: Transform
     classes: int
 
+    def __post_init__(self) -> None:
+        check_rules(self.rules)
+
     def train(self, shard: Shard, received: Received, plan: Plan) -> Trained:
         """Train one client from what it received; nothing given is changed."""
         rows = len(shard.labels)
@@ -84,7 +89,9 @@ class Trainer:
         size = received.vector.numel() if self.sgd.momentum else 0
         point = Point(received.vector, received.vector.new_zeros(size), received.buffers, carries)
         losses, counts = [], []
-        for number, index in enumerate(batches(received.key, plan, rows, self.batch)):
+        for number, index in enumerate(
+            batches(received.key, plan, rows, self.batch, self.chances(shard.labels))
+        ):
             batch = self._batch(shard, index, received.key, number)
             key = fold_in(fold_in(received.key, DROPOUT), number)
             point, loss = step(
@@ -114,25 +121,40 @@ class Trainer:
 
     def full_gradient(self, shard: Shard, vector: Tensor, buffers: Tensor) -> Tensor:
         """Return the gradient [P] of the mean loss over all rows, without augmentation."""
-        total = torch.zeros_like(vector)
-        for index in torch.arange(len(shard.labels), device=vector.device).split(512):
-            batch = self._batch(shard, index, None, 0)
+        parts = [
+            summed_gradient(Look(self.net, vector, buffers, (), self._batch(shard, index, None, 0)))
+            for index in torch.arange(len(shard.labels), device=vector.device).split(SURVEY_ROWS)
+        ]
+        return torch.stack(parts).sum(0) / max(len(shard.labels), 1)
 
-            def loss(v: Tensor, batch: Batch = batch) -> tuple[Tensor, Any]:
-                value = task_loss(self.net(v, batch.inputs, buffers).logits, batch)
-                return value, (value.detach(), buffers, ())
+    def chances(self, labels: Tensor) -> Tensor | None:
+        """Return how likely each row [n] is, where a rule draws rows with replacement."""
+        for rule in self.rules:
+            if "rows" in rule.owns:
+                return rule.chances(labels, torch.bincount(labels, minlength=self.classes))
+        return None
 
-            total += by_autograd(loss, vector)[0] * len(index)
-        return total / max(len(shard.labels), 1)
+    def _survey(self, rule: LocalRule, shared: Any, shard: Shard, received: Received) -> Any:
+        """Return the sums of a rule's survey over all rows."""
+        if not rule.surveys:
+            return ()
+        vector, buffers = received.vector, received.buffers
+        return added(
+            [
+                rule.survey(
+                    Look(self.net, vector, buffers, shared, self._batch(shard, index, None, 0))
+                )
+                for index in torch.arange(len(shard.labels), device=vector.device).split(
+                    SURVEY_ROWS
+                )
+            ]
+        )
 
     def _starts(
         self, shard: Shard, received: Received, plan: Plan, steps: int
     ) -> tuple[Start, ...]:
         vector = received.vector
         counts = torch.bincount(shard.labels, minlength=self.classes).to(vector.dtype)
-        gradient = None
-        if any(rule.wants_gradient for rule in self.rules):
-            gradient = self.full_gradient(shard, vector, received.buffers)
         return tuple(
             Start(
                 vector=vector,
@@ -141,11 +163,12 @@ class Trainer:
                 round=_number(received.round, vector),
                 lr=_number(plan.lr, vector),
                 steps=_number(steps, vector),
+                epoch_steps=_number(steps_per_epoch(len(shard.labels), self.batch), vector),
                 examples=_number(len(shard.labels), vector),
                 class_counts=counts,
-                gradient=gradient,
+                survey=self._survey(rule, shared, shard, received),
             )
-            for shared, own in zip(received.shared, received.own, strict=True)
+            for rule, shared, own in zip(self.rules, received.shared, received.own, strict=True)
         )
 
     def _batch(self, shard: Shard, index: Tensor, key: Tensor | None, number: int) -> Batch:

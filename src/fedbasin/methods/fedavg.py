@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
-from fedbasin.core.rule import LocalRule, Rules, as_rules
+from fedbasin.core.rule import Rules
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 
 
@@ -42,14 +42,6 @@ class FedAvg(Method):
 
     weighting: Weighting = "samples"
     local: Rules = ()
-
-    def init(self, server: Tensor, context: Context) -> tuple[()]:
-        """FedAvg remembers nothing."""
-        return ()
-
-    def rules(self) -> tuple[LocalRule, ...]:
-        """Return the extra rules only."""
-        return as_rules(self.local)
 
     def aggregate(
         self, state: tuple[()], server: Tensor, replies: Replies, context: Context

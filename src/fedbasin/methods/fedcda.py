@@ -37,7 +37,7 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import entry
 from fedbasin.core.memory import Memory, empty
 from fedbasin.core.method import Context, Method, Replies, ReplyError, Served
-from fedbasin.core.rule import LocalRule, Rules, as_rules
+from fedbasin.core.rule import Rules
 from fedbasin.core.selection import Candidates, check_combinations, choose, gram
 from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
@@ -112,10 +112,6 @@ class FedCDA(Method):
         self._files(context)  # says what is missing before the run
         where = {"memory": "cpu", "device": str(server.device), "disk": None}[self.store]
         return empty(context.clients, self.memory, server, where=where)
-
-    def rules(self) -> tuple[LocalRule, ...]:
-        """Return the extra rules only."""
-        return as_rules(self.local)
 
     def begins(self, context: Context) -> int:
         """Return T_w, the first round whose models are picked across rounds."""

@@ -20,6 +20,7 @@ Cost: two models down (w, M), one up; one model of memory and C x P more work on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,9 +29,14 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
-from fedbasin.core.rule import LocalRule, Rules, as_rules
+from fedbasin.core.rule import LocalRule, Rules, Setting
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, mean_direction
+from fedbasin.local.client_momentum import (
+    ClientMomentum,
+    SharedMomentum,
+    mean_direction,
+    unequal_steps,
+)
 
 
 @dataclass(frozen=True)
@@ -80,14 +86,18 @@ class FedCM(Method):
         """Start with M = 0."""
         return FedCMState(torch.zeros_like(server))
 
-    def rules(self) -> tuple[LocalRule, ...]:
-        """Return the mixture and the extra rules."""
-        return (ClientMomentum(), *as_rules(self.local))
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the mixture."""
+        return (ClientMomentum(),)
 
-    def broadcast(self, state: FedCMState, server: Tensor, context: Context) -> tuple[Any, ...]:
+    def own_broadcast(self, state: FedCMState, server: Tensor, context: Context) -> tuple[Any, ...]:
         """Send M beside the model."""
-        shared = SharedMomentum(state.momentum, server.new_tensor(self.alpha))
-        return (shared, *(() for _ in as_rules(self.local)))
+        return (SharedMomentum(state.momentum, server.new_tensor(self.alpha)),)
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Name unequal steps, which the method does not foresee."""
+        yield from super().cautions(setting)
+        yield from unequal_steps(setting)
 
     def aggregate(
         self, state: FedCMState, server: Tensor, replies: Replies, context: Context

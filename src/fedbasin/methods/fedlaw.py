@@ -42,7 +42,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Proxy, Replies, Served
 from fedbasin.core.mixture import CURVES, Adam, Mixture, Parameterisation
 from fedbasin.core.rng import Key
-from fedbasin.core.rule import LocalRule, Rules, as_rules
+from fedbasin.core.rule import Rules
 from fedbasin.core.vectors import Weighting, shares
 from fedbasin.local.batches import epoch_order
 
@@ -134,14 +134,6 @@ class FedLAW(Method):
             raise ValueError(
                 f"swa averages lambda: learn is {self.learn!r}, not 'both' or 'lambda'"
             )
-
-    def init(self, server: Tensor, context: Context) -> tuple[()]:
-        """Nothing is kept: gamma and lambda start afresh in every round."""
-        return ()
-
-    def rules(self) -> tuple[LocalRule, ...]:
-        """Return the extra rules only."""
-        return as_rules(self.local)
 
     def aggregate(
         self, state: tuple[()], server: Tensor, replies: Replies, context: Context

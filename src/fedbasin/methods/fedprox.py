@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
-from fedbasin.core.rule import LocalRule, Rules, as_rules
+from fedbasin.core.rule import LocalRule, Rules
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.prox import Prox
 
@@ -44,13 +44,9 @@ class FedProx(Method):
     def __post_init__(self) -> None:
         Prox(self.mu)  # checks mu
 
-    def init(self, server: Tensor, context: Context) -> tuple[()]:
-        """FedProx remembers nothing."""
-        return ()
-
-    def rules(self) -> tuple[LocalRule, ...]:
-        """Return the proximal rule and the extra ones."""
-        return (Prox(self.mu), *as_rules(self.local))
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the proximal rule."""
+        return (Prox(self.mu),)
 
     def aggregate(
         self, state: tuple[()], server: Tensor, replies: Replies, context: Context

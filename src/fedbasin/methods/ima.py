@@ -29,27 +29,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Plan, Replies, Served
-from fedbasin.core.rule import LocalRule
+from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapper
 from fedbasin.core.trajectory import Storage, Window, empty, mean, push
-from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
 
 Decay = Literal["exponential", "constant", "cyclic", "epochs", "step", "none"]
 _PERIOD = 20
-
-
-@dataclass(frozen=True)
-class IMAState:
-    """What IMA remembers."""
-
-    window: Window  # the last P raw aggregates
-    inner: Any  # the inner method's own
 
 
 @entry(
@@ -59,7 +49,7 @@ class IMAState:
     is_fedavg_when={"window": 1, "decay": "none"},
 )
 @dataclass(frozen=True)
-class IMA(Method):
+class IMA(Wrapper):
     """Go on from the mean of the last P global models, with smaller steps.
 
     Args:
@@ -73,6 +63,8 @@ class IMA(Method):
         storage: ``"bfloat16"`` halves the window's memory.
         on_cpu: keep the window in main memory.
     """
+
+    averages: ClassVar[bool] = True
 
     inner: Method = field(default_factory=FedAvg)
     window: int = 5
@@ -98,18 +90,9 @@ class IMA(Method):
         """Return t_s, the first round that ends in a mean."""
         return int(self.start * context.rounds + 1e-9)
 
-    def init(self, server: Tensor, context: Context) -> IMAState:
+    def begin(self, server: Tensor, context: Context) -> Window:
         """Start with an empty window."""
-        window = empty(self.window, server, self.storage, on_cpu=self.on_cpu)
-        return IMAState(window, self.inner.init(server, context))
-
-    def rules(self) -> tuple[LocalRule, ...]:
-        """Clients do what the inner method says."""
-        return self.inner.rules()
-
-    def broadcast(self, state: IMAState, server: Tensor, context: Context) -> tuple[Any, ...]:
-        """Send what the inner method sends."""
-        return self.inner.broadcast(state.inner, server, context)
+        return empty(self.window, server, self.storage, on_cpu=self.on_cpu)
 
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Train as the inner method says until t_s, then with the decay."""
@@ -121,22 +104,16 @@ class IMA(Method):
         at_start = self.inner.plan(schedule, replace(context, round=begins))
         return _decayed(self, base, at_start, after)
 
-    def streams(self) -> Weighting | None:
-        """Only what the inner method makes counts."""
-        return self.inner.streams()
-
-    def aggregate(
-        self, state: IMAState, server: Tensor, replies: Replies, context: Context
-    ) -> tuple[Served, IMAState]:
-        """Merge with the inner method; from t_s on hand out the window's mean instead."""
-        fresh, inner = self.inner.aggregate(state.inner, server, replies, context)
-        window = push(state.window, fresh.score)
-        after = IMAState(window, inner)
+    def step(
+        self, own: Window, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, Window]:
+        """Remember the raw model; from t_s on hand out the window's mean instead."""
+        window = push(own, fresh.score)
         if self.window == 1 or context.round < self.begins(context):
-            return fresh, after
+            return fresh, window
         average = mean(window)
         send = average if self.feedback else fresh.send
-        return Served(send, average, fresh.notes), after
+        return Served(send, average, fresh.notes), window
 
 
 def _decayed(ima: IMA, base: Plan, at_start: Plan, after: int) -> Plan:

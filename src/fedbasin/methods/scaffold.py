@@ -18,6 +18,7 @@ Cost: two models down (w, c), two up (y_i, c_i+ - c_i); one model of state on ea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -27,8 +28,9 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Finish, Gradient, LocalRule, Rules, Start, as_rules
+from fedbasin.core.rule import Finish, Gradient, LocalRule, Look, Rules, Setting, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.local.step import summed_gradient
 
 Option = Literal["steps", "full"]
 
@@ -59,9 +61,13 @@ class ControlVariates(LocalRule):
     option: Option = "steps"
 
     @property
-    def wants_gradient(self) -> bool:  # type: ignore[override]
+    def surveys(self) -> bool:  # type: ignore[override]
         """Option "full" needs the full-batch gradient at the received model."""
         return self.option == "full"
+
+    def survey(self, look: Look) -> Variate:
+        """Sum the gradients of all rows."""
+        return Variate(summed_gradient(look))
 
     def own(self, vector: Tensor) -> Variate:
         """Start with c_i = 0."""
@@ -80,10 +86,20 @@ class ControlVariates(LocalRule):
         raw = gradient(vector)
         return raw + carry.correction, ControlCarry(carry.correction, carry.total + raw)
 
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Name what local momentum does to a constant correction."""
+        if setting.momentum:
+            yield (
+                f"local.momentum = {setting.momentum} takes the correction c - c_i "
+                f"{1 / (1 - setting.momentum):.3g} times; the paper has no local momentum"
+            )
+
     def end(self, carry: ControlCarry, start: Start, finish: Finish) -> tuple[Variate, Change]:
         """Renew c_i and report its change."""
-        renewed = start.gradient if self.option == "full" else carry.total / finish.steps
-        assert renewed is not None
+        if self.option == "full":
+            renewed = start.survey.control / start.examples
+        else:
+            renewed = carry.total / finish.steps
         return Variate(renewed), Change(renewed - start.own.control)
 
 
@@ -126,13 +142,15 @@ class Scaffold(Method):
         """Start with c = 0."""
         return ScaffoldState(torch.zeros_like(server))
 
-    def rules(self) -> tuple[LocalRule, ...]:
-        """Return the control variates and the extra rules."""
-        return (ControlVariates(self.option), *as_rules(self.local))
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the control variates."""
+        return (ControlVariates(self.option),)
 
-    def broadcast(self, state: ScaffoldState, server: Tensor, context: Context) -> tuple[Any, ...]:
+    def own_broadcast(
+        self, state: ScaffoldState, server: Tensor, context: Context
+    ) -> tuple[Any, ...]:
         """Send c beside the model."""
-        return (Variate(state.control), *(() for _ in as_rules(self.local)))
+        return (Variate(state.control),)
 
     def aggregate(
         self, state: ScaffoldState, server: Tensor, replies: Replies, context: Context

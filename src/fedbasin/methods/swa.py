@@ -19,25 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Plan, Replies, Served
-from fedbasin.core.rule import LocalRule
+from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapper
 from fedbasin.core.trajectory import RunningMean
-from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
-
-
-@dataclass(frozen=True)
-class SWAState:
-    """What SWA remembers."""
-
-    average: RunningMean  # of the snapshots
-    inner: Any  # the inner method's own
 
 
 @entry(
@@ -47,7 +37,7 @@ class SWAState:
     is_fedavg_when={"start": 1.0},
 )
 @dataclass(frozen=True)
-class SWA(Method):
+class SWA(Wrapper):
     """Score the mean of models taken at the ends of learning-rate cycles.
 
     Args:
@@ -56,6 +46,8 @@ class SWA(Method):
         cycle: c, rounds in a cycle; 1 leaves the learning rate alone.
         ratio: the learning rate at the end of a cycle, as a share of that at its start.
     """
+
+    averages: ClassVar[bool] = True
 
     inner: Method = field(default_factory=FedAvg)
     start: float = 0.75
@@ -74,18 +66,9 @@ class SWA(Method):
         """Return t_s, the first round of the first cycle."""
         return int(self.start * context.rounds + 1e-9)
 
-    def init(self, server: Tensor, context: Context) -> SWAState:
+    def begin(self, server: Tensor, context: Context) -> RunningMean:
         """Start with no snapshot."""
-        nothing = RunningMean(torch.zeros_like(server, dtype=torch.float64), 0)
-        return SWAState(nothing, self.inner.init(server, context))
-
-    def rules(self) -> tuple[LocalRule, ...]:
-        """Clients do what the inner method says."""
-        return self.inner.rules()
-
-    def broadcast(self, state: SWAState, server: Tensor, context: Context) -> tuple[Any, ...]:
-        """Send what the inner method sends."""
-        return self.inner.broadcast(state.inner, server, context)
+        return RunningMean(torch.zeros_like(server, dtype=torch.float64), 0)
 
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Run the learning rate through cycles from t_s on."""
@@ -96,17 +79,12 @@ class SWA(Method):
         share = (after % self.cycle + 1) / self.cycle
         return replace(base, lr=base.lr * (1 - share + share * self.ratio))
 
-    def streams(self) -> Weighting | None:
-        """Only what the inner method makes counts."""
-        return self.inner.streams()
-
-    def aggregate(
-        self, state: SWAState, server: Tensor, replies: Replies, context: Context
-    ) -> tuple[Served, SWAState]:
-        """Merge with the inner method and take a snapshot at the end of a cycle."""
-        fresh, inner = self.inner.aggregate(state.inner, server, replies, context)
-        average, after = state.average, context.round - self.begins(context)
+    def step(
+        self, own: RunningMean, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, RunningMean]:
+        """Take a snapshot at the end of a cycle."""
+        average, after = own, context.round - self.begins(context)
         if after >= 0 and (after + 1) % self.cycle == 0:
             average = average.push(fresh.score)
         score = average.mean(fresh.score) if average.count else fresh.score
-        return Served(fresh.send, score, fresh.notes), SWAState(average, inner)
+        return Served(fresh.send, score, fresh.notes), average

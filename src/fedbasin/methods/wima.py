@@ -17,28 +17,17 @@ device or in main memory: W = 370 of 5 M parameters is 7.5 GB, 3.8 GB in bfloat1
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Plan, Replies, Served
-from fedbasin.core.rule import LocalRule
+from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
 from fedbasin.core.trajectory import Storage, Window, empty, mean, push
-from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
 
 Part = Literal["all", "head", "backbone"]
-
-
-@dataclass(frozen=True)
-class WIMAState:
-    """What WIMA remembers."""
-
-    window: Window  # the last W scored models of the inner method
-    inner: Any  # the inner method's own
 
 
 @entry(
@@ -48,7 +37,7 @@ class WIMAState:
     is_fedavg_when={"window": 1},
 )
 @dataclass(frozen=True)
-class WIMA(Method):
+class WIMA(Wrapper):
     """Score the mean of the last W global models of any method.
 
     Args:
@@ -60,6 +49,8 @@ class WIMA(Method):
         on_cpu: keep the window in main memory.
     """
 
+    averages: ClassVar[bool] = True
+
     inner: Method = field(default_factory=FedAvg)
     window: int = 100
     part: Part = "all"
@@ -70,34 +61,16 @@ class WIMA(Method):
         if self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}")
 
-    def init(self, server: Tensor, context: Context) -> WIMAState:
+    def begin(self, server: Tensor, context: Context) -> Window:
         """Start with an empty window; the initial model is never in it."""
-        window = empty(self.window, server, self.storage, on_cpu=self.on_cpu)
-        return WIMAState(window, self.inner.init(server, context))
+        return empty(self.window, server, self.storage, on_cpu=self.on_cpu)
 
-    def rules(self) -> tuple[LocalRule, ...]:
-        """Clients do what the inner method says."""
-        return self.inner.rules()
-
-    def broadcast(self, state: WIMAState, server: Tensor, context: Context) -> tuple[Any, ...]:
-        """Send what the inner method sends."""
-        return self.inner.broadcast(state.inner, server, context)
-
-    def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
-        """Train as the inner method says."""
-        return self.inner.plan(schedule, context)
-
-    def streams(self) -> Weighting | None:
-        """Only what the inner method makes counts."""
-        return self.inner.streams()
-
-    def aggregate(
-        self, state: WIMAState, server: Tensor, replies: Replies, context: Context
-    ) -> tuple[Served, WIMAState]:
-        """Merge with the inner method, then score the window's mean."""
-        fresh, inner = self.inner.aggregate(state.inner, server, replies, context)
-        window = push(state.window, fresh.score)
+    def step(
+        self, own: Window, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, Window]:
+        """Score the window's mean."""
+        window = push(own, fresh.score)
         score = fresh.score
         if self.window > 1:
             score = context.layout.mix(self.part, mean(window), fresh.score)
-        return Served(fresh.send, score, fresh.notes), WIMAState(window, inner)
+        return Served(fresh.send, score, fresh.notes), window

@@ -9,27 +9,31 @@ device: a step costs the host one launch.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fedbasin.core.method import Plan, Replies
+from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key, fold_in, keys_tensor
 from fedbasin.core.rule import Batch, Finish, Start
 from fedbasin.core.tree import rebuild, row, stack, tensors
-from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps, steps_per_epoch
+from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps
 from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.lane import Course, Lane, Progress, cloned
 from fedbasin.sim.loop import Gathered, Sent, client_key
+from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
+from fedbasin.sim.survey import gradients, survey
 
+Compiled = Literal["all", "wide", "no"]
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 26, 32, 40, 50, 64, 80, 100, 128)
 
 
@@ -53,6 +57,7 @@ class Counters:
     """What the executor has done so far."""
 
     compiled: set[int] = field(default_factory=set)  # sizes of active set that were compiled
+    width: int = 0  # most clients that advance together; 0 until it is known
     useful: int = 0  # client-steps that trained
     total: int = 0  # client-steps that were computed
 
@@ -70,19 +75,24 @@ class CohortExecutor:
         trainer: how a client trains.
         population: the clients' data.
         key: the run's randomness.
-        compiled: whether the step is compiled; without, it runs eagerly under `vmap`.
-        chunk: most clients that advance together; 0 takes the whole cohort.
+        compiled: which steps are compiled: those of ``"all"`` sizes of the active set, of the
+            ``"wide"`` ones (at least half of the cohort; compiling the rest takes longer than it
+            saves in most runs), or of ``"no"`` size.
+        chunk: most clients that advance together; 0 takes as many as the memory holds.
+        memory: bytes that they may take; 0 is a share of what is free.
         backend: what compiles.
     """
 
     trainer: Trainer
     population: Population
     key: Key
-    compiled: bool = True
+    compiled: Compiled = "wide"
     chunk: int = 0
+    memory: int = 0
     backend: str = "inductor"
     counters: Counters = field(default_factory=Counters)
     _lanes: dict[tuple[int, int], Lane] = field(default_factory=dict)
+    _pool: Any = field(default_factory=lambda: _graph_pool())
 
     def __post_init__(self) -> None:
         if self.trainer.net.has_statistics:
@@ -93,13 +103,43 @@ class CohortExecutor:
         sizes = self.population.sizes[cohort]
         steps = np.array([count_steps(plan, int(n), self.trainer.batch) for n in sizes])
         order = np.argsort(-steps, kind="stable")
-        width = self.chunk or len(cohort)
-        parts = [
-            self._chunk(cohort[part], steps[part], sent, plan, states)
-            for part in np.split(order, range(width, len(order), width))
-        ]
         back = torch.from_numpy(np.argsort(order)).to(sent.vector.device)
-        return _joined(parts, back)
+        while True:
+            width = self._width(len(cohort), sent.vector)
+            try:
+                parts = [
+                    self._chunk(cohort[part], steps[part], sent, plan, states)
+                    for part in np.split(order, range(width, len(order), width))
+                ]
+                return _joined(parts, back)
+            except torch.OutOfMemoryError:
+                if width == 1:
+                    raise
+            self._shrink(width)  # out of the handler, which holds on to what ran out
+
+    def _width(self, clients: int, vector: Tensor) -> int:
+        """Return how many clients advance together: even chunks that the memory holds."""
+        if not self.counters.width:
+            budget = self.memory or int(SHARE * free_bytes(vector.device))
+            fits = budget // max(client_bytes(self.trainer, self.population, vector), 1)
+            self.counters.width = self.chunk or max(1, fits)
+        return -(-clients // -(-clients // self.counters.width))
+
+    def _shrink(self, width: int) -> None:
+        """Halve the chunk after running out of memory, and say so."""
+        self.counters.width = -(-width // 2)
+        self._lanes.clear()
+        torch.cuda.empty_cache()
+        warnings.warn(
+            f"{width} clients side by side ran out of memory; going on with "
+            f"{self.counters.width}. Set sim.chunk = {self.counters.width} to start there.",
+            stacklevel=3,
+        )
+
+    def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
+        """Return the cohort's full gradients at the model it was sent."""
+        found = gradients(self.trainer, self.population, cohort, sent)
+        return Probe(found, self.population.weights(cohort))
 
     def facts(self) -> dict[str, Any]:
         """Name the executor, how many shapes it compiled, and how little it wasted."""
@@ -148,7 +188,7 @@ class CohortExecutor:
         replies = Replies(
             models=progress.point.vector,
             weights=sizes.to(torch.float64),
-            clients=torch.from_numpy(clients.astype(np.int64)).to(device),
+            clients=course.clients,
             steps=course.limit.to(torch.float64),
             lr_sum=course.limit.to(torch.float64) * plan.lr,
             lengths=torch.tensor(
@@ -166,16 +206,29 @@ class CohortExecutor:
         device, batch = sent.vector.device, self.trainer.batch
         sizes = torch.from_numpy(self.population.sizes[clients])
         limit = torch.from_numpy(steps.astype(np.int64))
-        passes = torch.tensor([steps_per_epoch(int(n), batch) for n in sizes])
+        passes = -(-self.population.sizes[clients] // batch)
         keys = keys_tensor([client_key(self.key, sent.round, int(c)) for c in clients], device)
         first = torch.from_numpy(self.population.offsets[clients]).to(device)
-        sizes, limit, late = (t.to(device) for t in (sizes, limit, limit - passes))
+        late = torch.from_numpy(steps - passes)
+        sizes, limit, late, who = (
+            t.to(device) for t in (sizes, limit, late, torch.from_numpy(clients.astype(np.int64)))
+        )
         # One shape for all rounds: as many steps as the largest client of the population takes.
         most = max(int(self.population.sizes.max()), 1)
         longest = max(count_steps(plan, most, batch), 1)
-        rows, real = cohort_rows(keys, sizes, limit, batch, longest, most)
+        chances = self._chances(clients, most)
+        epochs = max(1, int(np.max(-(-steps // np.maximum(passes, 1)))))
+        rows, real = cohort_rows(keys, sizes, limit, batch, longest, most, epochs, chances)
         lr = torch.tensor(plan.lr, dtype=sent.vector.dtype, device=device)
-        return Course(rows + first[:, None, None], real, keys, limit, late, lr), sizes
+        return Course(rows + first[:, None, None], real, keys, limit, late, who, lr), sizes
+
+    def _chances(self, clients: np.ndarray, most: int) -> Tensor | None:
+        """Return how likely each row of each client is [C, most], where a rule draws rows."""
+        found = [self.trainer.chances(self.population.shard(int(c)).labels) for c in clients]
+        if found[0] is None:
+            return None
+        rows = [torch.nn.functional.pad(each, (0, most - len(each))) for each in found]  # type: ignore[arg-type]
+        return torch.stack(rows)
 
     def _starts(
         self,
@@ -188,18 +241,10 @@ class CohortExecutor:
     ) -> list[tuple[Start, Start]]:
         """Return what each rule begins with, and along which axes it is mapped over clients."""
         dtype, trainer = sent.vector.dtype, self.trainer
-        shards = [self.population.shard(int(client)) for client in clients]
-        counts = torch.stack(
-            [torch.bincount(shard.labels, minlength=trainer.classes) for shard in shards]
-        )
-        gradient = None
-        if any(rule.wants_gradient for rule in trainer.rules):
-            gradient = torch.stack(
-                [trainer.full_gradient(shard, sent.vector, sent.buffers) for shard in shards]
-            )
+        counts = self.population.class_counts_of(course.clients, trainer.classes)
         now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
         found = []
-        for shared, mine in zip(sent.shared, own, strict=True):
+        for rule, shared, mine in zip(trainer.rules, sent.shared, own, strict=True):
             start = Start(
                 vector=sent.vector,
                 shared=shared,
@@ -207,12 +252,12 @@ class CohortExecutor:
                 round=now,
                 lr=course.lr,
                 steps=course.limit.to(dtype),
+                epoch_steps=(course.limit - course.late).to(dtype),
                 examples=sizes.to(dtype),
                 class_counts=counts.to(dtype),
-                gradient=gradient,
+                survey=survey(rule, shared, trainer, self.population, clients, sent),
             )
-            axis = 0 if gradient is not None else None
-            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, axis)))  # type: ignore[arg-type]
+            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0)))  # type: ignore[arg-type]
         return found
 
     def _advance(self, progress: Progress, course: Course, steps: np.ndarray) -> Progress:
@@ -233,14 +278,15 @@ class CohortExecutor:
 
     def _segment(self, progress: Progress, course: Course, width: int, count: int) -> Progress:
         """Take `count` steps on the first `width` clients."""
+        whole = len(progress.sums)
         shape = (width, course.rows.shape[1])
         if shape not in self._lanes:
-            self._lanes[shape] = Lane(
-                self._one_step, self.population, self.backend if self.compiled else None
-            )
-            self.counters.compiled.update([width] if self.compiled else [])
+            compiled = self.compiled == "all" or (self.compiled == "wide" and 2 * width >= whole)
+            backend = self.backend if compiled else None
+            self._lanes[shape] = Lane(self._one_step, self.population, backend, self._pool)
+            self.counters.compiled.update([width] if compiled else [])
         part = self._lanes[shape].run(_first(progress, width), _first(course, width), count)
-        return part if width == len(progress.sums) else _overlaid(part, progress, width)
+        return part if width == whole else _overlaid(part, progress, width)
 
     def _one_step(
         self, progress: Progress, course: Course, inputs: Tensor, labels: Tensor
@@ -276,6 +322,10 @@ class CohortExecutor:
         late = (number >= course.late)[:, None]
         sums = progress.sums + torch.cat([both, both * late], 1)
         return Progress(point, sums, number + 1)
+
+
+def _graph_pool() -> Any:
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
 
 class _Part(NamedTuple):

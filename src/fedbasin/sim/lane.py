@@ -1,4 +1,8 @@
-"""A lane: one compiled step for one number of clients that advance side by side."""
+"""A lane: the step of one number of clients that advance side by side.
+
+On CUDA the step is captured as a graph, so that it costs the host one launch; compiled first, or
+as it is. Elsewhere it is called, compiled or not.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ class Course(NamedTuple):
     keys: Tensor  # int64 [A, 2]
     limit: Tensor  # int64 [A] steps of each client
     late: Tensor  # int64 [A] the step at which its last epoch begins
+    clients: Tensor  # int64 [A] ids
     lr: Tensor  # 0-d
 
 
@@ -38,16 +43,28 @@ class Progress(NamedTuple):
 
 
 class Lane:
-    """The step for one number of active clients: eager, compiled, or captured as a CUDA graph."""
+    """The step for one number of active clients.
+
+    Args:
+        one_step: the step itself.
+        population: the data it reads.
+        backend: what compiles it, or None.
+        pool: memory that captured graphs of one executor share; they never run at once.
+    """
 
     def __init__(
-        self, one_step: Callable[..., Progress], population: Population, backend: str | None
+        self,
+        one_step: Callable[..., Progress],
+        population: Population,
+        backend: str | None,
+        pool: Any = None,
     ) -> None:
         self._data = (population.inputs, population.labels)
         self._plain = self._step = one_step
         if backend is not None:
             self._step = torch.compile(one_step, dynamic=False, fullgraph=True, backend=backend)
-        self._captures = backend is not None and population.inputs.is_cuda
+        self._captures = population.inputs.is_cuda
+        self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._progress: Progress
         self._course: Course
@@ -59,7 +76,7 @@ class Lane:
         except torch._dynamo.exc.TorchDynamoException as error:
             first = str(error).strip().split("\n", 1)[0]
             warnings.warn(f"the step runs uncompiled, it cannot be compiled: {first}", stacklevel=2)
-            self._step, self._captures = self._plain, False
+            self._step = self._plain
             return self._run(progress, course, count)
 
     def _run(self, progress: Progress, course: Course, count: int) -> Progress:
@@ -87,7 +104,7 @@ class Lane:
                 self._step(self._progress, self._course, *self._data)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=self._pool):
             after = self._step(self._progress, self._course, *self._data)
             _copy(self._progress, after)
 

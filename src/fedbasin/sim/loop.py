@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbasin.core.method import Plan, Replies
+from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key
 from fedbasin.core.tree import stack
 from fedbasin.local.train import Received, Trained, Trainer
@@ -42,6 +42,10 @@ class Executor(Protocol):
         """Train the clients of a cohort from what the server sent."""
         ...
 
+    def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
+        """Return the cohort's full gradients at the model it was sent."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """Return what a run's summary says about the executor."""
         ...
@@ -70,6 +74,12 @@ class LoopExecutor:
         """Train the clients of a cohort from what the server sent."""
         trained = [self._one(int(client), sent, plan, states) for client in cohort]
         return gather(cohort, trained, sent.vector)
+
+    def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
+        """Return the cohort's full gradients at the model it was sent."""
+        shards = [self.population.shard(int(client)) for client in cohort]
+        gradients = [self.trainer.full_gradient(s, sent.vector, sent.buffers) for s in shards]
+        return Probe(torch.stack(gradients), self.population.weights(cohort))
 
     def facts(self) -> dict[str, Any]:
         """Name the executor."""

@@ -54,10 +54,24 @@ class Population:
         """Number of rows of each client, n_i."""
         return np.diff(self.offsets)
 
+    def weights(self, clients: np.ndarray) -> Tensor:
+        """Return how many rows some clients hold, float64 [C] on the device."""
+        return torch.from_numpy(self.sizes[clients].astype(np.float64)).to(self.labels.device)
+
     def shard(self, client: int) -> Shard:
         """Return a client's rows as views."""
         rows = slice(int(self.offsets[client]), int(self.offsets[client + 1]))
         return Shard(self.inputs[rows], self.labels[rows])
+
+    def class_counts_of(self, clients: Tensor, classes: int) -> Tensor:
+        """Count the samples of some clients by class [C, classes], all on the device."""
+        offsets = torch.from_numpy(self.offsets).to(self.labels.device)
+        first, end = offsets[clients][:, None], offsets[clients + 1][:, None]
+        place = torch.arange(max(int(self.sizes.max()), 1), device=self.labels.device)
+        real = first + place < end
+        labels = self.labels[torch.where(real, first + place, 0)]
+        counts = torch.zeros(len(clients), classes, dtype=torch.int64, device=labels.device)
+        return counts.scatter_add_(1, labels, real.to(torch.int64))
 
     def class_counts(self, classes: int) -> Tensor:
         """Count samples by client and class: [N, classes]."""

@@ -99,6 +99,7 @@ class Federation:
         context = self.context.at(now, plan.lr, plan)
         drawn = draw_cohort(self.participation, self.eligible, self.key.fold("cohort", now))
         cohort = drop_out(drawn, self.dropout, self.key.fold("dropout", now))
+        context = self._probed(cohort, server, context)
         shared = method.broadcast(server.state, server.send, context)
         sent = Sent(server.send, server.buffers, shared, now)
         record = RoundRecord(
@@ -107,6 +108,7 @@ class Federation:
             replies=len(cohort),
             dropped=len(drawn) - len(cohort),
             bytes_down=len(drawn) * count_bytes((sent.vector, sent.buffers, shared)),
+            bytes_up=count_bytes(context.probe) if context.probe is not None else 0,
         )
         after = replace(server, round=now + 1)
         if len(cohort):
@@ -119,6 +121,13 @@ class Federation:
             record = replace(record, seconds_train=trained - began, seconds_merge=merged - trained)
         record = self._scored(record, after)
         return after, replace(record, seconds=time.perf_counter() - began)
+
+    def _probed(self, cohort: np.ndarray, server: Server, context: Context) -> Context:
+        """Return the context with the cohort's gradients, where the method asks for them."""
+        if not (self.method.probes and len(cohort)):
+            return context
+        sent = Sent(server.send, server.buffers, (), server.round)
+        return replace(context, probe=self.executor.probe(cohort, sent))
 
     def _merge(self, server: Server, gathered: Gathered, context: Context) -> tuple[Server, Served]:
         replies = gathered.replies
@@ -162,7 +171,7 @@ class Federation:
             train_loss=host[0],
             update_norm=host[1],
             model_norm=host[2],
-            bytes_up=up + record.replies * _REPLY_NUMBERS,
+            bytes_up=record.bytes_up + up + record.replies * _REPLY_NUMBERS,
             notes=notes_of(served),
         )
 
@@ -172,10 +181,11 @@ class Federation:
         if not (last or late or record.round % self.evaluate_every == 0):
             return record
         began = time.perf_counter()
-        score = self.test.score(server.score, server.buffers)
-        raw = None
+        models = [server.score]
         if server.send is not server.score:
-            raw = self.test.score(server.send, server.buffers).accuracy
+            models.append(server.send)
+        score, *others = self.test.scores(models, server.buffers)
+        raw = others[0].accuracy if others else None
         return replace(
             record,
             accuracy=score.accuracy,

@@ -1,0 +1,15 @@
+"""What every peer script reads from its command line."""
+
+import argparse
+
+from peers import work
+
+
+def read():
+    """Return the work and the options."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("work", help="file written by peers.work")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--processes", type=int, default=1, help="processes that train clients")
+    options = parser.parse_args()
+    return work.read(options.work), options

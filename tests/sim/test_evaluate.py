@@ -1,0 +1,32 @@
+"""Scoring several models in one pass gives what scoring each alone gives."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from fedbasin.methods import FedAvg
+from fedbasin.testing import toy_federation
+
+
+def test_several_models_in_one_pass_score_as_each_does_alone():
+    examiner = replace(toy_federation(FedAvg()).test, chunk=4)
+    vector = examiner.net.initial()[0]
+    models = [vector, vector + 0.3, -vector]
+    together = examiner.scores(models)
+    for model, score in zip(models, together, strict=True):
+        assert examiner.score(model) == score
+        logits = examiner.net(model, examiner.inputs.double() / 255).logits.numpy()
+        labels = examiner.labels.numpy()
+        assert score.accuracy == np.mean(logits.argmax(1) == labels)
+        shifted = logits - logits.max(1, keepdims=True)
+        chosen = shifted[np.arange(len(labels)), labels]
+        loss = np.mean(np.log(np.exp(shifted).sum(1)) - chosen)
+        np.testing.assert_allclose(score.loss, loss, rtol=1e-12)
+        for c, accuracy in enumerate(score.per_class):
+            assert accuracy == np.mean(logits.argmax(1)[labels == c] == c)
+
+
+def test_a_class_without_rows_has_no_accuracy():
+    examiner = replace(toy_federation(FedAvg()).test, classes=4, _kept={})
+    per_class = examiner.score(examiner.net.initial()[0]).per_class
+    assert np.isnan(per_class[3]) and not np.isnan(per_class[:3]).any()
