@@ -17,8 +17,10 @@ from flwr.app import Array, ArrayRecord, Error, Message
 from fedbasin.core.expressions import parse
 from fedbasin.deploy import Guard
 from fedbasin.deploy.clients import TooFewNodes
+from fedbasin.deploy.replies import guarded
 from fedbasin.deploy.wire import write_tree
-from fedbasin.testing import toy_federation, trajectory
+from fedbasin.sim import Examiner
+from fedbasin.testing import replies_of, toy_federation, trajectory
 
 CULPRIT = 2
 FIRST = "hidden.weight"
@@ -154,6 +156,13 @@ def test_a_late_reply_is_refused_in_the_next_round():
     assert sum(r.refused for r in strategy.journal.records) == 1
 
 
+def test_a_round_whose_replies_weigh_nothing_changes_nothing():
+    strategy = run(tamper=lambda c, r: [changed(r, num_examples=0)])
+    start = toy_federation(parse("fedavg", "method")).test.net.initial()[0]
+    assert torch.equal(strategy._server.send, start)
+    assert [r.replies for r in strategy.journal.records] == [6, 6]
+
+
 def test_an_app_that_raises_costs_its_client_the_round(caplog):
     def tamper(client, reply):
         if client == CULPRIT:
@@ -245,27 +254,38 @@ def test_an_update_far_from_the_cohort_is_dropped():
     assert all(r.startswith("client 2: its update is") for r in strategy.tally.refused)
 
 
-def test_an_update_far_from_the_cohort_is_clipped_to_the_limit():
-    federation = toy_federation(
-        parse("fedavg", "method"), rounds=1, participation="fraction(rate=1.0)"
-    )
-    strategy = run(tamper=scaled(1e6), rounds=1, guard=Guard(2.0, "clip"))
-    start = federation.test.net.initial()[0]
-    far = torch.stack([m[0] for m in sorted_by_client(strategy)]) - start
-    limit = 2.0 * far.norm(dim=1).median()
-    far[CULPRIT] *= limit / far[CULPRIT].norm()
-    weights = torch.tensor([16, 9, 7, 5, 3, 1], dtype=torch.float64)
-    expected = start + (weights / weights.sum()) @ torch.where(
-        (far.norm(dim=1) > limit)[:, None], far * (limit / far.norm(dim=1))[:, None], far
-    )
-    torch.testing.assert_close(strategy._server.send, expected, rtol=1e-9, atol=1e-11)
-    assert all("clipped" in reason for reason in strategy.tally.refused)
+@pytest.mark.parametrize("action", ["clip", "drop"])
+def test_far_updates_are_found_by_their_norm(action):
+    """Against plain NumPy, on made-up replies."""
+    draws = np.random.default_rng(0)
+    start, moves = draws.normal(size=9), draws.normal(size=(6, 9))
+    moves[CULPRIT] *= 100
+    moves[4] *= 40
+    replies = replies_of(torch.from_numpy(start + moves), weights=[1, 2, 3, 4, 5, 6])
+    found, named = guarded(replies, torch.from_numpy(start), Guard(3.0, action))
+    norms = np.linalg.norm(moves, axis=1)
+    limit = 3.0 * np.sort(norms)[2]  # the lower median of six
+    far = norms > limit
+    assert [client for client, _ in named] == np.flatnonzero(far).tolist() == [2, 4]
+    if action == "drop":
+        assert found.clients.tolist() == [0, 1, 3, 5] and found.weights.tolist() == [1, 2, 4, 6]
+        return
+    scale = np.where(far, limit / norms, 1.0)
+    np.testing.assert_allclose(found.models.numpy(), start + moves * scale[:, None], rtol=1e-12)
+    assert found.weights.tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def sorted_by_client(strategy):
-    collector = strategy._cohort.collector
-    pairs = zip(collector.numbers, collector._models, strict=True)
-    return [model for numbers, model in sorted(pairs, key=lambda p: p[0].client)]
+def test_two_replies_have_no_majority():
+    replies = replies_of(torch.tensor([[1.0], [1000.0]]))
+    assert guarded(replies, torch.zeros(1), Guard(2.0, "drop")) == (replies, [])
+
+
+def test_a_clipped_update_is_named_and_the_run_goes_on():
+    strategy = run(tamper=scaled(1e6), guard=Guard(5.0, "clip"))
+    assert [r.refused for r in strategy.journal.records] == [1, 1]
+    assert all("client 2" in why and "clipped" in why for why in strategy.tally.refused)
+    whole = trajectory(parse("fedavg", "method"), rounds=2, participation="fraction(rate=1.0)")
+    assert float((strategy._server.send - whole[-1].send).norm()) < 10
 
 
 def test_a_guard_that_finds_nothing_changes_nothing():
@@ -336,7 +356,7 @@ def test_evaluation_on_clients_is_a_weighted_mean():
     total = 0.0
     for client in range(6):
         rows = federation.executor.population.shard(client)
-        test = replace(federation.test, inputs=rows.inputs, labels=rows.labels)
+        test = Examiner(federation.test.net, *rows, federation.test.transform, 3)
         total += test.score(model).loss * len(rows.labels)
     assert strategy.journal.records[0].notes["clients_loss"] == pytest.approx(total / 41)
     assert set(strategy.journal.records[0].notes) == {"clients_loss", "clients_accuracy"}

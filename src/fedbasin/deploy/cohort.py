@@ -128,6 +128,7 @@ class Cohort:
                     self.collector.take(client, self.asked[client], reply)
             except Refused as reason:
                 self.refuse(client, node, str(reason))
+            del reply  # or two models would be in memory while the next one arrives
 
     def refuse(self, client: int | None, node: int, reason: str) -> None:
         """Count and name a reply that is not used; its client is not asked again this round."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from flwr.app import Message, MetricRecord
+from flwr.serverapp.strategy import Result
 
+from fedbasin.core.record import RoundRecord
 from fedbasin.deploy.wire import Refused, fault, number, the_record
 
 _ADDRESS = ("server-round", "partition-id")  # numbers that say whose reply it is
@@ -43,3 +46,24 @@ def mean_metrics(replies: Iterable[Message], weight_key: str) -> MetricRecord | 
 def unheard(node: int, reason: str) -> None:
     """Say that a client's evaluation is not waited for."""
     _log.warning("\t> No evaluation from node %d: %s", node, reason)
+
+
+def entered(
+    record: RoundRecord, result: Result, clients: MetricRecord | None, server: MetricRecord | None
+) -> RoundRecord:
+    """Enter what clients and server measured into the round's record and Flower's result."""
+    now, notes = record.round, dict(record.notes)
+    if clients is not None:
+        _log.info("\t└──> Aggregated MetricRecord: %s", clients)
+        result.evaluate_metrics_clientapp[now] = clients
+        notes |= {f"clients_{name}": float(value) for name, value in clients.items()}
+    if server is None and record.accuracy is not None:
+        server = MetricRecord({"accuracy": record.accuracy, "loss": record.loss})
+    if server is not None:
+        _log.info("Global evaluation")
+        _log.info("\t└──> MetricRecord: %s", server)
+        result.evaluate_metrics_serverapp[now] = server
+    accuracy, loss = record.accuracy, record.loss
+    if accuracy is None and server is not None:
+        accuracy, loss = server.get("accuracy"), server.get("loss")
+    return replace(record, accuracy=accuracy, loss=loss, notes=notes)

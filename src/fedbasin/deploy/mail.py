@@ -50,10 +50,11 @@ class Mailbox:
         while waiting:
             idle = True
             for message_id in list(waiting):
-                for reply in self.grid.pull_messages([message_id]):
+                arrived = list(self.grid.pull_messages([message_id]))
+                while arrived:
                     idle = False
                     waiting.pop(message_id, None)
-                    yield reply
+                    yield arrived.pop(0)  # no name keeps it alive while the next one comes
             now = time.monotonic()
             if not waiting:
                 return

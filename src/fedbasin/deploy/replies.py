@@ -14,7 +14,7 @@ from torch import Tensor
 from fedbasin.core.method import Plan, Replies
 from fedbasin.core.tree import flatten, stack
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.deploy.wire import Codec, Refused, content_bytes, number, read_tree, the_record
+from fedbasin.deploy.wire import Codec, Part, Refused, content_bytes, number, read_tree, the_record
 
 _log = logging.getLogger("flwr")
 
@@ -112,17 +112,17 @@ class Collector:
             raise Refused("it answers twice in one round")
         numbers = self._numbers(client, the_record(reply.content, MetricRecord))
         record: ArrayRecord = the_record(reply.content, ArrayRecord, self._array_key(reply))
-        self.codec.check(record)
+        parts = self.codec.parts(record)
         if self.stream is None:
             reports = self._reports(reply)
-            self._models.append((*self.codec.read(record), reports))
+            self._models.append((*self.codec.copied(parts), reports))
         else:
-            self._add(record, numbers.weight)
+            self._add(parts, numbers.weight)
         self.bytes_up += content_bytes(reply.content)
         self.numbers.append(numbers)
 
     def finish(self, server: Tensor) -> Collected:
-        """Return the replies in the order of client ids, as a matrix or as one mean."""
+        """Return the replies in the order of client ids, as a matrix or as one mean; once only."""
         order = sorted(range(len(self.numbers)), key=lambda i: self.numbers[i].client)
         numbers = [self.numbers[i] for i in order]
 
@@ -143,12 +143,12 @@ class Collector:
         loss = float(shares(replies.weights) @ column("mean_loss"))
         if self.stream is not None:
             assert self._total is not None
-            vector, buffers = self._total
+            (vector, buffers), self._total = self._total, None  # the caller's alone from now on
             vector /= self._counted[0]
             buffers /= max(self._counted[1], 1e-300)
             one = replace(replies.averaged(self.stream), models=vector.to(server.device)[None])
             return Collected(one, buffers.to(server.device), loss, len(numbers))
-        models = [self._models[i] for i in order]
+        models, self._models = [self._models[i] for i in order], []
         statistics = torch.stack([m[1] for m in models]).to(server.device)
         replies = replace(
             replies,
@@ -158,20 +158,20 @@ class Collector:
         buffers = weighted_mean(statistics, shares(replies.weights))
         return Collected(replies, buffers, loss, len(numbers))
 
-    def _add(self, record: ArrayRecord, weight: float) -> None:
+    def _add(self, parts: list[Part], weight: float) -> None:
         if self._total is None:
             self._total = (
                 torch.zeros(self.codec.layout.size, dtype=self.codec.dtype),
                 torch.zeros(self.codec.statistics.size, dtype=self.codec.dtype),
             )
         share = weight if self.stream == "samples" else float(weight > 0)
-        self.codec.add(record, (share, weight), self._total)
+        self.codec.add(parts, (share, weight), self._total)
         self._counted[0] += share
         self._counted[1] += weight
 
     def _array_key(self, reply: Message) -> str | None:
         """Return which array record is the model, where there is a report beside it."""
-        return "arrays" if len(reply.content.array_records) > 1 else None
+        return "arrays" if "report" in reply.content else None
 
     def _numbers(self, client: int, metrics: MetricRecord) -> Numbers:
         for key, expected in (("server-round", self.round + 1), ("partition-id", client)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -24,7 +25,7 @@ from fedbasin.core.rng import root
 from fedbasin.core.vectors import Weighting
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
-from fedbasin.deploy.evaluation import mean_metrics, unheard
+from fedbasin.deploy.evaluation import entered, mean_metrics, unheard
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.merge import Merger
 from fedbasin.deploy.private import gather_private
@@ -174,8 +175,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         train, evaluate = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self._timeout = timeout
         self._begin(grid, initial_arrays, num_rounds, train)
-        result = Result()
-        result.arrays = self._arrays(self._server.score)
+        result, arrays = Result(), self._arrays(self._server.send)
+        result.arrays = self._scored(arrays)
         if evaluate_fn is not None and self._server.round == 0:
             first = evaluate_fn(0, result.arrays)
             _log.info("Initial global evaluation results: %s", first)
@@ -185,12 +186,12 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             began = time.perf_counter()
             _log.info("")
             _log.info("[ROUND %s/%s]", now, num_rounds)
-            messages = list(self.configure_train(now, self._arrays(self._server.send), train, grid))
-            _, metrics = self.aggregate_train(now, self._cohort.replies(messages))
+            messages = list(self.configure_train(now, arrays, train, grid))
+            arrays, metrics = self.aggregate_train(now, self._cohort.replies(messages))
             if metrics is not None:
                 _log.info("\t└──> Aggregated MetricRecord: %s", metrics)
                 result.train_metrics_clientapp[now] = metrics
-            result.arrays = self._arrays(self._server.score)
+            result.arrays = self._scored(arrays)
             last = now == num_rounds
             record = self.merger.score(self._record, self._server, last=last)
             record = self._examine(record, grid, evaluate, evaluate_fn, result)
@@ -249,7 +250,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    ) -> tuple[ArrayRecord, MetricRecord | None]:
         """Check replies one by one, then merge what is left; returns what clients start from."""
         began, cohort = time.perf_counter(), self._cohort
         cohort.collect(replies)
@@ -258,16 +259,15 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         _log.info("aggregate_train: Received %s results and %s failures", count, failures)
         record, metrics = RoundRecord(server_round), None
         self._server = replace(self._server, round=server_round)
-        if count:
-            collected = cohort.collector.finish(self._server.send)
+        if any(numbers.weight > 0 for numbers in cohort.collector.numbers):
             self._server, record = self.merger.merge(
                 self._server,
-                collected,
+                cohort.collector.finish(self._server.send),
                 self._now,
                 lambda c, why: cohort.refuse(c, cohort.asked[c], why),
             )
-            if collected.train_loss == collected.train_loss:
-                metrics = MetricRecord({"train_loss": collected.train_loss})
+            if math.isfinite(record.train_loss or 0.0):
+                metrics = MetricRecord({"train_loss": record.train_loss})
         merged = time.perf_counter()
         _log.info("\t├──> Merged by %s in %.3f s", self.method, merged - arrived)
         self._record = replace(
@@ -347,6 +347,11 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     def _arrays(self, vector: Tensor) -> ArrayRecord:
         return self._codec.write(vector, self._server.buffers)
 
+    def _scored(self, sent: ArrayRecord) -> ArrayRecord:
+        """Return the model that counts: what is sent, where that is the one."""
+        one = self._server.score is self._server.send
+        return sent if one else self._arrays(self._server.score)
+
     def _streams(self, cohort: int) -> Weighting | None:
         """Return how replies are averaged as they arrive, or None to keep them all."""
         weighting, size = self.method.streams(), self._codec.layout.size
@@ -365,30 +370,14 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     ) -> RoundRecord:
         """Let clients, then the user's function, evaluate the scored model."""
         began, now = time.perf_counter(), record.round
+        found = tested = None
         messages = list(self.configure_evaluate(now, result.arrays, config, grid))
         if messages:
             sent = self._mail.send(messages)
-            answers = self._mail.replies(sent, self._timeout, unheard)
-            found = self.aggregate_evaluate(now, answers)
-            if found is not None:
-                _log.info("\t└──> Aggregated MetricRecord: %s", found)
-                result.evaluate_metrics_clientapp[now] = found
-                notes = {f"clients_{k}": float(v) for k, v in found.items()}
-                record = replace(record, notes={**record.notes, **notes})
+            found = self.aggregate_evaluate(now, self._mail.replies(sent, self._timeout, unheard))
         if evaluate_fn is not None:
-            _log.info("Global evaluation")
             tested = evaluate_fn(now, result.arrays)
-            _log.info("\t└──> MetricRecord: %s", tested)
-            if tested is not None:
-                result.evaluate_metrics_serverapp[now] = tested
-                if record.accuracy is None:
-                    record = replace(
-                        record, accuracy=tested.get("accuracy"), loss=tested.get("loss")
-                    )
-        elif record.accuracy is not None:
-            tested = MetricRecord({"accuracy": record.accuracy, "loss": record.loss})
-            _log.info("Global evaluation\n\t└──> MetricRecord: %s", tested)
-            result.evaluate_metrics_serverapp[now] = tested
+        record = entered(record, result, found, tested)
         spent = time.perf_counter() - began
         return replace(record, seconds_evaluate=record.seconds_evaluate + spent)
 

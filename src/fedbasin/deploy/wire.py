@@ -12,24 +12,25 @@ import io
 import json
 import math
 from collections import namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from scipy.linalg.blas import daxpy, saxpy
 from torch import Tensor
 
 from fedbasin.core.net import Net
 from fedbasin.core.tree import parts_of
 from fedbasin.core.vectors import Layout
 
+_NUMPY = "numpy.ndarray"  # how Flower names the only format that is read
 SKELETON = "skeleton"  # the key under which a tree's shape travels
 _STATISTICS = ("running_mean", "running_var")  # what BatchNorm calls its float buffers
 _DEEPEST, _LONGEST = 8, 1 << 16  # of a skeleton: levels, characters
-_CHUNK = 1 << 20  # elements that are worked on at once
 
 
 class Refused(ValueError):
@@ -38,8 +39,8 @@ class Refused(ValueError):
 
 def read_array(array: Array) -> np.ndarray:
     """Return an array as a read-only view of the received bytes."""
-    if array.stype != "numpy.ndarray":
-        raise Refused(f"an array is stored as {array.stype!r}, expected 'numpy.ndarray'")
+    if array.stype != _NUMPY:
+        raise Refused(f"an array is stored as {array.stype!r}, expected {_NUMPY!r}")
     head = io.BytesIO(array.data)
     try:
         first = np.lib.format.read_magic(head) == (1, 0)
@@ -62,17 +63,28 @@ def _read_header_2_0(head: io.BytesIO) -> Any:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether no number is NaN or Inf; both carry over to the least or the largest."""
-    return values.size == 0 or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
+    """Whether no number is NaN or Inf."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if values.size == 0 or math.isfinite(values.sum()):  # the usual case, in one pass
+            return True
+    # The sum of finite numbers may overflow; the least and the largest do not.
+    return bool(np.isfinite(values.min()) and np.isfinite(values.max()))
 
 
 def add_scaled(total: np.ndarray, values: np.ndarray, scale: float) -> None:
-    """Add ``scale * values`` to a total in place, with little memory beside them."""
-    flat, scratch = values.reshape(-1), np.empty(min(_CHUNK, values.size), total.dtype)
-    for start in range(0, flat.size, _CHUNK):
-        part = flat[start : start + _CHUNK]
-        np.multiply(part, scale, out=scratch[: part.size], casting="same_kind")
-        total[start : start + part.size] += scratch[: part.size]
+    """Add ``scale * values`` to a total of the same type in place, in one pass."""
+    if values.size:
+        axpy = saxpy if total.dtype == np.float32 else daxpy
+        added = axpy(values.reshape(-1), total, a=scale)
+        assert added is total or np.shares_memory(added, total)
+
+
+class Part(NamedTuple):
+    """One array of a model."""
+
+    trained: bool  # whether it belongs to the vector [P]; else to the statistics [Q]
+    place: slice
+    values: np.ndarray  # read-only, as they lie in the message
 
 
 @dataclass(frozen=True)
@@ -124,51 +136,69 @@ class Codec:
             arrays |= self.fixed
         return ArrayRecord({name: arrays[name] for name in self.order if name in arrays})
 
-    def views(self, record: ArrayRecord) -> Iterator[tuple[Layout, str, np.ndarray]]:
-        """Yield every part of a model that came in; wrong names, shapes, types are refused."""
+    def parts(self, record: ArrayRecord) -> list[Part]:
+        """Return the parts of a model that came in, where they lie in the message.
+
+        Wrong names, shapes and types are refused, and so is what is not finite.
+        """
         odd = [n for n in record if n not in self.order]
         if odd:
             raise Refused(f"the model has arrays of other names: {', '.join(sorted(odd)[:5])}")
+        found = []
         for layout in (self.layout, self.statistics):
             for name, shape in zip(layout.names, layout.shapes, strict=True):
                 if name not in record:
                     raise Refused(f"the model lacks {name}")
-                values = read_array(record[name])
-                if values.shape != shape:
-                    raise Refused(f"{name} has shape {values.shape}, expected {shape}")
-                if str(values.dtype) != str(self.dtype).removeprefix("torch."):
-                    raise Refused(f"{name} is {values.dtype}, expected {self.dtype}")
-                yield layout, name, values
+                values = self._values(record[name], name, shape)
+                if not all_finite(values):
+                    raise Refused(f"{name} holds NaN or Inf")
+                found.append(Part(layout is self.layout, layout.slices[name], values))
+        return found
 
-    def check(self, record: ArrayRecord) -> None:
-        """Refuse a model that is of the wrong length or type, or not finite."""
-        for _, name, values in self.views(record):
-            if not all_finite(values):
-                raise Refused(f"{name} holds NaN or Inf")
+    def _values(self, array: Array, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        plain = str(self.dtype).removeprefix("torch.")
+        head, size = _header(plain, shape), math.prod(shape)
+        if array.stype == _NUMPY and array.data.startswith(head) and size:  # the usual case
+            dtype = np.dtype(plain)
+            if len(array.data) == len(head) + size * dtype.itemsize:
+                return np.frombuffer(array.data, dtype, size, len(head)).reshape(shape)
+        values = read_array(array)
+        if values.shape != shape:
+            raise Refused(f"{name} has shape {values.shape}, expected {shape}")
+        if str(values.dtype) != plain:
+            raise Refused(f"{name} is {values.dtype}, expected {plain}")
+        return values
 
     def add(
-        self, record: ArrayRecord, scales: tuple[float, float], totals: tuple[Tensor, Tensor]
+        self, parts: list[Part], scales: tuple[float, float], totals: tuple[Tensor, Tensor]
     ) -> None:
-        """Add a checked model to two vectors in place, its parts and its statistics scaled."""
-        parts = {
-            id(layout): (total.numpy(), scale)
-            for layout, total, scale in zip(
-                (self.layout, self.statistics), totals, scales, strict=True
-            )
-        }
-        for layout, name, values in self.views(record):
-            total, scale = parts[id(layout)]
-            add_scaled(total[layout.slices[name]], values, scale)
+        """Add a model's parts to two vectors in place: scaled, and its statistics by their own."""
+        vector, buffers = (total.numpy() for total in totals)
+        for part in parts:
+            total, scale = (vector, scales[0]) if part.trained else (buffers, scales[1])
+            add_scaled(total[part.place], part.values, scale)
 
     def read(self, record: ArrayRecord) -> tuple[Tensor, Tensor]:
-        """Return a checked model as new vectors [P] and [Q]."""
-        self.check(record)
+        """Return a model that came in as new vectors [P] and [Q]."""
+        return self.copied(self.parts(record))
+
+    def copied(self, parts: list[Part]) -> tuple[Tensor, Tensor]:
+        """Return a model's parts as new vectors [P] and [Q]."""
         vector = torch.empty(self.layout.size, dtype=self.dtype)
         buffers = torch.empty(self.statistics.size, dtype=self.dtype)
-        targets = {id(self.layout): vector.numpy(), id(self.statistics): buffers.numpy()}
-        for layout, name, values in self.views(record):
-            targets[id(layout)][layout.slices[name]] = values.reshape(-1)
+        for part in parts:
+            target = vector if part.trained else buffers
+            target.numpy()[part.place] = part.values.reshape(-1)
         return vector, buffers
+
+
+@lru_cache(4096)
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return how NumPy begins the file of such an array."""
+    head = io.BytesIO()
+    one = np.lib.format.header_data_from_array_1_0(np.broadcast_to(np.empty((), dtype), shape))
+    np.lib.format.write_array_header_1_0(head, one | {"fortran_order": False})
+    return head.getvalue()
 
 
 def write_tree(tree: Any) -> tuple[ArrayRecord, ConfigRecord]:
