@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-federation lint format bench-gpu clean
+.PHONY: help demo test test-flower test-federation lint format bench-gpu clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -19,7 +19,10 @@ demo: $(VENV)/.core ## install, then watch methods compete on the digits (under 
 test: $(VENV)/.dev ## install the dev extra and run every test and doctest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 300 $(ARGS)
 
-test-federation: $(VENV)/.flower ## the tests of a real federation on Flower, with processes that are killed
+test-flower: $(VENV)/.flower ## install Flower and run the tests of deploy/ that start no federation
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 300 tests/deploy src/fedbasin/deploy $(ARGS)
+
+test-federation: $(VENV)/.flower ## all tests of deploy/, with SuperLinks and SuperNodes that are killed (minutes)
 	OMP_NUM_THREADS=1 FEDBASIN_TEST_FEDERATION=1 $(BIN)/python -m pytest --timeout 900 tests/deploy $(ARGS)
 
 lint: $(VENV)/.dev ## check format, style, types and who imports whom
