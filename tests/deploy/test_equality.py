@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -17,7 +17,10 @@ from flwr.app import ArrayRecord
 import fedbasin.methods  # noqa: F401  (fills the catalogue)
 from fedbasin.core.catalogue import CATALOGUE
 from fedbasin.core.expressions import parse
+from fedbasin.core.method import Served
 from fedbasin.core.tree import flatten
+from fedbasin.deploy.clients import ASK
+from fedbasin.methods import FedAvg
 from fedbasin.testing import toy_federation
 
 METHODS = [
@@ -151,3 +154,52 @@ def test_bytes_are_what_the_simulator_predicts(expression):
             assert 0 < extra < sim.replies * (128 * (parts + 2) + 600), (way, extra)
     trained = [m for m in grid.sent if m.metadata.message_type == "train"]
     assert len(trained) == sum(record.replies for _, record in rounds)
+
+
+@dataclass(frozen=True)
+class Leaning(FedAvg):
+    """FedAvg that also steps along the cohort's gradients at the model it was sent."""
+
+    @property
+    def probes(self):
+        return True
+
+    def aggregate(self, state, server, replies, context):
+        served, state = super().aggregate(state, server, replies, context)
+        share = context.probe.weights / context.probe.weights.sum()
+        lean = served.send - 0.1 * share @ context.probe.gradients
+        steps = torch.arange(1.0, len(replies.clients) + 1, dtype=lean.dtype)
+        lean = lean + 1e-3 * steps @ context.probe.gradients  # the order of clients matters here
+        return Served(lean, lean), state
+
+    def streams(self):
+        return None
+
+
+def test_gradients_before_training_are_gathered_by_a_query():
+    federation = toy_federation(Leaning(), rounds=3)
+    server, states = federation.begin()
+    expected = list(federation.rounds_from(server, states))[-1][0]
+    strategy, grid, _ = deployed(federation)
+    torch.testing.assert_close(strategy._server.send, expected.send, rtol=1e-9, atol=1e-11)
+    asked = [m for m in grid.sent if m.content["config"].get(ASK) == "gradient"]
+    assert len(asked) == 9
+
+
+def test_a_client_without_a_gradient_sits_the_round_out(caplog):
+    federation = toy_federation(Leaning(), rounds=1, participation="fraction(rate=1.0)")
+    grid = LocalGrid(app_for(federation), 6)
+    app = grid.app
+
+    def failing(message, context):
+        asked = message.content["config"].get(ASK) == "gradient"
+        if asked and context.node_config["partition-id"] == 2:
+            raise ValueError("no gradient today")
+        return app(message, context)
+
+    grid.app = failing
+    strategy = strategy_for(federation, federation.method)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    strategy.start(grid, arrays, num_rounds=1, timeout=5)
+    assert strategy._cohort.collector.clients == {0, 1, 3, 4, 5}
+    assert any("client 2 sends no gradient" in r.getMessage() for r in caplog.records)
