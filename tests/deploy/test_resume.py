@@ -149,7 +149,7 @@ def test_own_state_remembers_the_round_and_the_one_before(in_file, tmp_path):
     assert same(own().at(4), one) and same(own().at(9), two)
     assert same(own().at(2), one)  # the best it can do
     assert len(where.state) == (0 if in_file else 2)
-    another = OwnState(replace(where, state=RecordDict()), "cd34", 3, ZERO)
+    another = OwnState(where, "cd34", 3, ZERO)
     assert same(another.at(1), ZERO)  # another federation
     neighbour = OwnState(replace(where, state=RecordDict()), "ab12", 4, ZERO)
     assert same(neighbour.at(1), ZERO)

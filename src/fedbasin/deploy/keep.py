@@ -47,7 +47,7 @@ class OwnState:
     def __init__(self, context: Context, name: str, client: int, zero: tuple[Any, ...]) -> None:
         if not re.fullmatch(r"[0-9a-f]{1,64}", name):
             raise Refused(f"the federation is called {name[:64]!r}, expected hexadecimal digits")
-        self._context, self._zero = context, zero
+        self._context, self._name, self._zero = context, name, zero
         folder = context.node_config.get("state-dir")
         self._file = None
         if folder is not None:
@@ -79,7 +79,7 @@ class OwnState:
             return
         arrays = {p: Array(leaf.detach().cpu().numpy()) for p, leaf in _tensors(kept)}
         self._context.state[_ARRAYS] = ArrayRecord(arrays)
-        self._context.state[_ROUND] = ConfigRecord({"round": round})
+        self._context.state[_ROUND] = ConfigRecord({"round": round, "name": self._name})
 
     def _read(self) -> Kept | None:
         template = Kept(0, self._zero, self._zero)
@@ -88,10 +88,12 @@ class OwnState:
             return found
         if _ARRAYS not in self._context.state:
             return None
-        arrays = self._context.state[_ARRAYS]
+        arrays, when = self._context.state[_ARRAYS], self._context.state[_ROUND]
+        if when["name"] != self._name:
+            return None  # an app may run several federations, one after another
         leaves: dict[str, Leaf] = dict(flatten(template))
         leaves |= {p: torch.from_numpy(read_array(a).copy()) for p, a in arrays.items()}
-        leaves["round"] = int(self._context.state[_ROUND]["round"])
+        leaves["round"] = int(when["round"])
         kept: Kept = restore(template, leaves)
         return kept
 
