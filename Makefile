@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-federation lint format bench-gpu clean
+.PHONY: help demo test test-flower test-federation lint format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -35,9 +35,15 @@ format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+bench-peers: $(VENV)/.core ## run the same work with Flower, pfl-research, FedLab, FedJAX and fedbasin
+	$(BIN)/python benchmarks/speed/cpu.py --out benchmarks/speed/results/cpu.json $(ARGS)
+
 bench-gpu: $(VENV)/.core ## measure the executors and the public simulator benchmark on a GPU
 	$(BIN)/python benchmarks/speed/gpu.py --out benchmarks/speed/results/gpu.json
 	$(BIN)/python benchmarks/speed/public.py --out benchmarks/speed/results/public.json $(ARGS)
+
+bench-scaling: $(VENV)/.core ## measure rounds of up to 1,000 clients among up to 100,000
+	$(BIN)/python benchmarks/speed/scaling.py --out benchmarks/speed/results/scaling.json $(ARGS)
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

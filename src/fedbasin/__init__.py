@@ -21,6 +21,7 @@ _HOMES = {
     "LocalConfig": "experiment",
     "PartitionConfig": "experiment",
     "SimConfig": "experiment",
+    "SnapshotConfig": "experiment",
     "build": "experiment",
     "compare": "experiment",
     "parse": "core.expressions",

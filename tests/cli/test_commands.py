@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ def invoke(*arguments):
 def test_help_teaches_every_command():
     page = invoke("--help")
     assert page.exit_code == 0
-    for command in ("run", "compare", "resume", "methods", "data", "partition", "demo"):
+    for command in (
+        "run", "compare", "resume", "methods", "data", "partition", "demo", "analyze", "report",
+    ):  # fmt: skip
         assert command in page.output
         shown = invoke(command, "--help")
         assert shown.exit_code == 0 and len(shown.output) > 200
@@ -79,6 +82,11 @@ def test_compare_prints_a_table_and_draws_a_figure(tmp_path):
     assert "fedavg" in result.output and "scaffold" in result.output and "±" in result.output
     assert (tmp_path / "comparison.png").read_bytes()[:4] == b"\x89PNG"
     assert len(list(tmp_path.rglob("summary.json"))) == 4
+    assert f"page: {tmp_path / 'report.html'}" in result.output
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for path in tmp_path.rglob("summary.json"):
+        accuracy = json.loads(path.read_text())["accuracy_mean_last10"]
+        assert f'<td class="n">{100 * accuracy:.2f}</td>' in page
     again = invoke(*arguments)
     assert again.exit_code == 0 and again.output == result.output
 
@@ -148,3 +156,18 @@ def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setenv("FEDBASIN_DEBUG", "1")
     with pytest.raises(ValueError, match="nowhere"):
         main()
+
+
+def test_runs_that_use_all_workers_of_ray_are_compared_one_by_one(monkeypatch, tmp_path):
+    seen = []
+
+    def watch(layout, console, data_dir, jobs):
+        seen.append(jobs)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(sys.modules["fedbasin.cli.app"], "run_with_progress", watch)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    for executor in ("ray", "loop"):
+        invoke("compare", "fedavg", "--out", str(tmp_path), "--set", f"sim.executor={executor}",
+               "--device", "cpu")  # fmt: skip
+    assert seen == [1, 3]

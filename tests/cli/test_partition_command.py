@@ -185,18 +185,18 @@ def test_figure_of_any_size_is_drawn(tmp_path, clients, classes):
 
 
 def test_figure_orders_many_clients_by_class_with_empty_ones_last():
-    from fedbasin.report.partition_figure import _order
+    from fedbasin.report.partition_figure import order_of_clients
 
     counts = np.zeros((63, 3), np.int64)
     counts[np.arange(62), np.arange(62) % 3] = 5
     counts[3] = [6, 2, 0]
     counts[62] = 0
-    order = _order(counts)
+    order = order_of_clients(counts)
     assert order[-1] == 62 and sorted(order.tolist()) == list(range(63))
     assert (np.diff(counts[order[:-1]].argmax(axis=1)) >= 0).all()
     assert order[20] == 3  # the least pure of its block comes last in it
-    assert len(_order(np.ones((1200, 2), np.int64))) == 500
-    assert _order(counts[:60]).tolist() == list(range(60))
+    assert len(order_of_clients(np.ones((1200, 2), np.int64))) == 500
+    assert order_of_clients(counts[:60]).tolist() == list(range(60))
 
 
 def test_long_tail_and_split_use_their_own_streams(toy_data, tmp_path):

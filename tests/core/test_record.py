@@ -55,6 +55,13 @@ def test_missing_or_broken_lines_are_named(tmp_path):
         folder.read_rounds()
 
 
+def test_a_line_whose_number_is_text_is_named(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.rounds.write_text('{"round": 1}\n{"round": 2, "seconds": "<b>"}\n')
+    with pytest.raises(RecordError, match=r"line 2: seconds is '<b>', which is no number"):
+        folder.read_rounds()
+
+
 def test_summaries_are_json_without_nan(tmp_path):
     folder = RunFolder(tmp_path)
     with pytest.raises(RecordError, match="fedbasin resume"):

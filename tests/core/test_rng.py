@@ -1,9 +1,19 @@
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbasin.core.rng import Key, bits, fold_in, keys_tensor, root, torch_draws_from, uniform
+from fedbasin.core.rng import (
+    Key,
+    bits,
+    fold_in,
+    keys_tensor,
+    normal,
+    root,
+    torch_draws_from,
+    uniform,
+)
 
 WORD = 0xFFFFFFFF
 
@@ -97,3 +107,15 @@ def test_torch_draws_from_a_key_and_leave_the_global_generator_alone():
 
 def test_numpy_generators_follow_the_key():
     assert root(3).numpy().random() == root(3).numpy().random() != root(4).numpy().random()
+
+
+def test_normal_draws_have_the_moments_and_tails_of_a_gaussian():
+    key, counter = root(0).tensor(), torch.arange(200_000)
+    drawn = normal(key, counter).double()
+    assert drawn.mean().abs() < 0.01 and (drawn.std() - 1).abs() < 0.01
+    assert (drawn.abs() > 1.96).double().mean() == pytest.approx(0.05, abs=0.003)
+    assert torch.isfinite(drawn).all()
+    pairs = torch.stack([drawn[:-1], drawn[1:]])
+    assert torch.corrcoef(pairs)[0, 1].abs() < 0.01
+    keys = torch.stack([key, key + 1])
+    assert torch.equal(normal(keys, counter[:5].expand(2, 5))[0], normal(key, counter[:5]))

@@ -112,3 +112,17 @@ def test_state_dict_loads_into_the_module():
     fresh.load_state_dict(net.state_dict(vector * 2, buffers + 1), strict=True)
     torch.testing.assert_close(fresh.norm.running_mean, module.norm.running_mean + 1)
     torch.testing.assert_close(fresh.out.weight.detach(), module.out.weight.detach() * 2)
+
+
+def test_a_net_on_a_device_is_the_same_net_with_memory_of_its_own():
+    net = Net(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), dtype=torch.float64)
+    other = net.on("cpu")
+    assert other.layout == net.layout and other.dtype == torch.float64
+    for mine, theirs in zip(net.initial(), other.initial(), strict=True):
+        assert torch.equal(mine, theirs)
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
+    vector, _ = net.initial()
+    assert torch.equal(net(vector + 1, x).logits, other(vector + 1, x).logits)
+    assert Net(nn.Linear(2, 2), mixed=True).on("cpu").mixed and not other.mixed
+    assert net.on("meta").initial()[0].is_meta and net.device.type == "cpu"
+    assert not net.initial()[0].is_meta and torch.isfinite(net(vector, x).logits).all()

@@ -366,7 +366,7 @@ def test_settings_that_cannot_work_are_refused_at_once():
     federation = toy_federation(parse("fedlaw", "method"))
     arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
     with pytest.raises(ValueError, match="give proxy="):
-        strategy = strategy_for(federation, federation.method, proxy=None)
+        strategy = strategy_for(federation, federation.method, context=None)
         strategy.start(LocalGrid(app_for(federation), 6), arrays)
     with pytest.raises(ValueError, match="needs recalibrate="):
         strategy_for(federation, federation.method, buffers="recalibrate")

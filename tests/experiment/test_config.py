@@ -1,10 +1,11 @@
+import sys
 import tomllib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbasin.experiment import ConfigError, Experiment, from_mapping
+from fedbasin.experiment import ConfigError, Experiment, build, from_mapping
 from fedbasin.experiment.config import (
     DataConfig,
     LocalConfig,
@@ -78,6 +79,12 @@ def test_resolving_is_canonical_and_idempotent():
         ({"sim": {"dropout": -0.1}}, ["sim.dropout", "-0.1"]),
         ({"data": {"imbalance": 0.0}}, ["data.imbalance", "0.0"]),
         ({"seed": -1}, ["seed", "-1"]),
+        ({"sim": {"executor": "cohort", "workers": 2}}, ["sim.workers", "one matrix"]),
+        ({"sim": {"address": "auto"}}, ["sim.address", "sim.executor=ray"]),
+        ({"sim": {"executor": "ray", "workers": -1}}, ["sim.workers", "-1"]),
+        ({"sim": {"executor": "ray", "address": "ray://a:10001"}}, ["ray://a:10001", "host:port"]),
+        ({"sim": {"executor": "ray", "address": "head"}}, ["'head'", "host:port"]),
+        ({"sim": {"executor": "ray", "address": "head:"}}, ["'head:'", "host:port"]),
     ],
 )
 def test_bad_settings_name_the_field_the_value_and_the_fix(mapping, words):
@@ -85,6 +92,13 @@ def test_bad_settings_name_the_field_the_value_and_the_fix(mapping, words):
         from_mapping(mapping)
     for word in words:
         assert word in str(error.value)
+
+
+def test_without_ray_its_executor_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fedbasin.sim.ray_executor", raising=False)
+    with pytest.raises(ConfigError, match=r"^sim.executor: .*'fedbasin\[ray\]'"):
+        build(Experiment(sim=SimConfig(executor="ray", address="head:6379")))
 
 
 def test_overrides_reach_any_field_and_read_toml_or_text():

@@ -9,8 +9,9 @@ from fedbasin import Experiment, compare, resume, run
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.record import RecordError
 from fedbasin.core.state import read
+from fedbasin.data import load
 from fedbasin.experiment import ConfigError, build
-from fedbasin.experiment.build import pick_device
+from fedbasin.experiment.build import cut_rows, pick_device
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
 from fedbasin.experiment.runs import slug
 from fedbasin.methods import FedAvg
@@ -39,12 +40,17 @@ def test_a_run_learns_and_leaves_files_that_pandas_opens(finished):
     assert pandas.read_json(out / "summary.json", typ="series")["method"] == "fedavg"
     assert {p.name for p in out.iterdir()} == {
         "config.toml",
+        "partition.csv",
         "rounds.jsonl",
         "summary.json",
         "checkpoint.safetensors",
         "model.safetensors",
     }
     assert len(summary["accuracy_per_class"]) == 10
+    held, rows = pandas.read_csv(out / "partition.csv"), cut_rows(SMALL.resolved(), load("digits"))
+    for client, mine in enumerate(rows.parts.clients):
+        counts = np.bincount(rows.splits.train.labels[mine], minlength=10)
+        assert held.iloc[client].tolist() == [client, len(mine), *counts]
     for name in ("versions", "commit", "device", "seconds", "peak_memory_bytes", "seed", "rounds"):
         assert name in summary
 

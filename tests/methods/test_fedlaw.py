@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.optim.swa_utils import SWALR
 
+from fedbasin.core.descent import Adam
 from fedbasin.core.expressions import parse
-from fedbasin.core.mixture import CURVES, Adam, Mixture
+from fedbasin.core.mixture import CURVES, Mixture
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.local.batches import epoch_order
 from fedbasin.methods import FedAvg, FedLAW

@@ -1,13 +1,25 @@
+import subprocess
+import sys
+
+import numpy as np
 import pytest
+from report.making import HOSTILE, make_run
+from scipy import stats
 
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder
 from fedbasin.report.curves import draw_curves
-from fedbasin.report.table import Curve, cells, read_curves, summarise
+from fedbasin.report.figures import write_figures
+from fedbasin.report.paired import paired_difference
+from fedbasin.report.runs import Run, find_runs, read_runs, shared_holdings
+from fedbasin.report.table import cells, differences, summarise
 
 
 def curve(method, seed, accuracies, status="finished"):
-    records = tuple(RoundRecord(round=n, accuracy=a) for n, a in enumerate(accuracies, start=1))
-    return Curve(method, seed, records, seconds=seed + 1.0, status=status)
+    records = tuple(
+        RoundRecord(round=n, accuracy=a, bytes_down=10 * seed, bytes_up=1)
+        for n, a in enumerate(accuracies, start=1)
+    )
+    return Run(method, seed, records, seconds=seed + 1.0, status=status, method=method)
 
 
 CURVES = [
@@ -27,6 +39,7 @@ def test_rows_are_means_over_seeds_of_the_last_rounds():
     assert (
         fedavg.rounds == 6 and fedavg.reached == 1 and fedavg.seconds == 1.5 and fedavg.seeds == 2
     )
+    assert fedavg.bytes_moved == (15 * 1 + 15 * 11) / 2
     assert ima.accuracy == pytest.approx((0.9 + 0.3) / 2) and ima.diverged == 1 and ima.rounds == 1
     assert never.accuracy is None and never.rounds is None
 
@@ -38,24 +51,153 @@ def test_rows_are_written_for_people():
     assert never == ("never", "-", "not reached", "1.0", "1")
 
 
+def test_a_paired_difference_is_that_of_scipy_on_the_common_seeds():
+    rng = np.random.default_rng(0)
+    ours = {seed: float(rng.normal(0.8, 0.02)) for seed in (0, 1, 2, 5, 9)}
+    theirs = {seed: float(rng.normal(0.7, 0.02)) for seed in (9, 2, 1, 0, 7)}
+    found, seeds = paired_difference(ours, theirs), [0, 1, 2, 9]
+    a, b = [ours[s] for s in seeds], [theirs[s] for s in seeds]
+    test = stats.ttest_rel(a, b)
+    assert found.pairs == 4 and found.mean == pytest.approx(np.mean(a) - np.mean(b))
+    assert found.p == pytest.approx(test.pvalue)
+    low, high = test.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((low, high))
+    assert found.better == sum(x > y for x, y in zip(a, b, strict=True))
+    assert paired_difference(theirs, ours).mean == pytest.approx(-found.mean)
+
+
+def test_without_a_spread_there_is_no_test():
+    assert paired_difference({0: 1.0}, {1: 1.0}) is None
+    one = paired_difference({0: 0.9}, {0: 0.5})
+    assert one.pairs == 1 and one.mean == pytest.approx(0.4) and one.p is None and one.low is None
+    same = paired_difference({0: 0.4, 1: 0.9}, {0: 0.3, 1: 0.8})  # equal but for rounding
+    assert same.mean == pytest.approx(0.1) and same.p is None and same.better == 2
+    equal = paired_difference({0: 0.3, 1: 0.5}, {0: 0.3, 1: 0.5})
+    assert equal.mean == 0 and equal.better == 0 and equal.p is None
+
+
+def test_methods_are_compared_with_the_baseline_of_their_own_settings(tmp_path):
+    for lr, base, gain in ((0.1, 0.5, 0.1), (0.2, 0.6, 0.2)):
+        for seed, jitter in ((0, 0.0), (1, 0.01), (2, 0.05)):
+            make_run(
+                tmp_path / f"f{lr}{seed}", "fedavg", seed, accuracies=[base] * 12, local__lr=lr
+            )
+            accuracies = [base + gain + jitter] * 12
+            make_run(tmp_path / f"i{lr}{seed}", "ima", seed, accuracies=accuracies, local__lr=lr)
+    found = differences(read_runs(find_runs([tmp_path])), "fedavg")
+    assert set(found) == {f"{m}, local.lr = {lr}" for m in ("fedavg", "ima") for lr in (0.1, 0.2)}
+    assert found["fedavg, local.lr = 0.1"] is None
+    assert found["ima, local.lr = 0.1"].mean == pytest.approx(0.12)
+    assert found["ima, local.lr = 0.2"].mean == pytest.approx(0.22)
+
+
+def test_no_method_is_compared_with_a_baseline_that_is_not_there(tmp_path):
+    make_run(tmp_path / "a", "ima")
+    assert differences(read_runs([tmp_path / "a"]), "fedavg") == {"ima": None}
+
+
 def test_folders_are_read_and_an_unfinished_one_is_named(tmp_path):
     folder = RunFolder(tmp_path)
     folder.append(RoundRecord(round=1, accuracy=0.5))
     with pytest.raises(RecordError, match="fedbasin resume"):
-        read_curves([tmp_path])
+        read_runs([tmp_path])
     folder.write_summary({"method": "wima", "seed": 3, "seconds": 2.0})
-    (found,) = read_curves([tmp_path])
-    assert (found.method, found.seed, found.seconds, found.records[0].accuracy) == (
-        "wima",
-        3,
-        2.0,
-        0.5,
-    )
+    (found,) = read_runs([tmp_path])
+    assert (found.label, found.seed, found.seconds) == ("wima", 3, 2.0)
+    assert found.records[0].accuracy == 0.5
+    folder.write_summary({"method": "wima", "seed": "3", "seconds": 2.0})
+    with pytest.raises(RecordError, match="seed"):
+        read_runs([tmp_path])
+
+
+def test_runs_are_found_below_folders_each_once(tmp_path):
+    made = [tmp_path / "c" / m / "seed0" for m in ("a", "b")]
+    for path in made:
+        make_run(path, path.parent.name)
+    assert find_runs([made[1], tmp_path]) == [made[1], made[0]]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RecordError, match=r"empty .*no summary\.json"):
+        find_runs([tmp_path / "empty"])
+
+
+def test_what_changes_no_result_tells_no_runs_apart(tmp_path):
+    make_run(tmp_path / "a", seed=0, snapshots__every=1, sim__checkpoint_every=5)
+    make_run(tmp_path / "b", seed=1, snapshots__every=0, sim__checkpoint_every=9)
+    assert [run.label for run in read_runs(find_runs([tmp_path]))] == ["fedavg", "fedavg"]
+    make_run(tmp_path / "c", seed=2, partition__seed=0)
+    labels = [run.label for run in read_runs(find_runs([tmp_path]))]
+    assert labels == [f"fedavg, partition.seed = {seed}" for seed in (0, 1, 0)]
+
+
+def test_the_same_seed_twice_is_refused(tmp_path):
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b")
+    with pytest.raises(RecordError, match=r"a and .*b are both fedavg with seed 0"):
+        read_runs(find_runs([tmp_path]))
+
+
+def test_files_that_cannot_be_read_are_told_and_the_rest_is_kept(tmp_path):
+    folder = make_run(tmp_path / "a")
+    folder.config.write_text("method = ")
+    folder.partition.write_text("x")
+    folder.analysis.mkdir()
+    (folder.analysis / "bad.json").write_text("{}")
+    (run,) = read_runs([folder.path])
+    assert len(run.records) == 12 and run.holdings is None and run.analyses == ()
+    told = " ".join(run.problems)
+    assert len(run.problems) == 3
+    assert "config.toml" in told and "partition.csv" in told and "bad.json" in told
+
+
+def test_runs_that_share_clients_share_their_picture(tmp_path):
+    for method in ("fedavg", "ima"):
+        for seed in (0, 1):
+            make_run(tmp_path / f"{method}{seed}", method, seed)
+    found = shared_holdings(read_runs(find_runs([tmp_path])))
+    assert [title for title, _ in found] == ["seed 0", "seed 1"]
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_figures_are_drawn_whatever_broke_off(tmp_path, ending):
     path = draw_curves(CURVES, tmp_path / "deep" / f"figure.{ending}", title="a < b & [c]")
     assert path.stat().st_size > 5000
-    if ending == "svg":
-        assert "a &lt; b &amp; [c]" in path.read_text() or "<path" in path.read_text()
+
+
+def test_paper_figures_hold_their_text_as_text(tmp_path):
+    make_run(tmp_path / "a", "_fed$avg$", notes={"gamma": 0.5})
+    runs = read_runs([tmp_path / "a"])
+    written = write_figures(runs, tmp_path / "out" / "report", "svg")
+    names = [path.name for path in written]
+    assert names == [
+        "report-accuracy-by-round.svg", "report-accuracy-by-seconds.svg",
+        "report-accuracy-by-bytes.svg", "report-loss-by-round.svg", "report-clients1.svg",
+    ]  # fmt: skip
+    for path, axis in zip(
+        written, ("round", "seconds", "megabytes", "round", "client"), strict=True
+    ):
+        text = path.read_text(encoding="utf-8")
+        assert f">{axis}" in text and "digits, dirichlet(alpha=0.1)" in text
+    assert "_fed$avg$</text>" in written[0].read_text(encoding="utf-8")
+
+
+def test_hostile_names_are_drawn_as_text(tmp_path):
+    make_run(tmp_path / "a", HOSTILE)
+    path = draw_curves(read_runs([tmp_path / "a"]), tmp_path / "figure.svg", title="$\\frac{")
+    assert path.stat().st_size > 5000
+
+
+def test_seconds_and_bytes_add_up_on_the_axis(tmp_path):
+    from fedbasin.report.curves import _AXES, _band
+
+    runs = [make_run(tmp_path / str(s), seed=s, accuracies=[0.1, None, 0.3]) for s in (0, 1)]
+    found = read_runs([run.path for run in runs])
+    x, low, mean, high = _band(found, "accuracy", _AXES["bytes"][1])
+    assert x.tolist() == pytest.approx([1501 / 1e6, (1501 + 1502 + 1503) / 1e6])
+    assert low.tolist() == mean.tolist() == high.tolist() == pytest.approx([0.1, 0.3])
+    assert _band(found, "accuracy", _AXES["seconds"][1])[0].tolist() == [0.25, 0.75]
+    assert _band(found, "accuracy", _AXES["round"][1])[0].tolist() == [1, 3]
+
+
+def test_reading_runs_needs_no_torch():
+    code = "import sys, fedbasin.report.page; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

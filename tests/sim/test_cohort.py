@@ -17,11 +17,12 @@ from fedbasin.experiment import ConfigError, Experiment, build
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
 from fedbasin.local import SGD, Prox, Trainer, batches
 from fedbasin.local.draws import cohort_rows
+from fedbasin.local.step import Point
 from fedbasin.methods import FedAvg, Scaffold
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import LADDER, CohortExecutor, Counters, Unsupported, rung
-from fedbasin.sim.lane import Lane
+from fedbasin.sim.lane import Lane, Progress, _in_place, cloned
 from fedbasin.sim.loop import Sent
 from fedbasin.sim.memory import client_bytes, free_bytes
 from fedbasin.testing import toy_federation
@@ -67,7 +68,7 @@ def executors(
     whiten = Transform((0.5,) * shape[0], (0.25,) * shape[0], augment=augment, kind="image")
     trainer = Trainer(net, rules, sgd or SGD(), 4, lambda raw, key=None: whiten(raw, key, dtype), 3)
     return LoopExecutor(trainer, people, KEY), CohortExecutor(
-        trainer, people, KEY, compiled="no", **settings
+        trainer, people, KEY, compiled=False, **settings
     )
 
 
@@ -77,7 +78,7 @@ def trained(executor, plan, rules=(), cohort=(0, 1, 2, 3), rounds=2):
     for t in range(rounds):
         shared = tuple(() for _ in rules)
         gathered = executor.train(np.array(cohort), Sent(vector, buffers, shared, t), plan, states)
-        states.put(cohort, gathered.own)
+        states.put(cohort, gathered.own, t)
         vector = gathered.replies.models.mean(0)
     return gathered
 
@@ -135,7 +136,7 @@ def test_padding_never_trains_anyone():
 
 
 def test_clients_that_have_finished_stand_still_beside_those_that_have_not():
-    """Five of seven active clients share a width of six: the sixth must not drift on momentum."""
+    """Five of seven clients are active at a width of seven: the others must not drift."""
     settings = {"sizes": (29, 25, 21, 17, 13, 9, 5), "sgd": SGD(0.9, 0.1)}
     loop, cohort = executors("logistic", (1, 6, 6), **settings)
     everyone = tuple(range(7))
@@ -148,9 +149,9 @@ def test_the_active_set_shrinks_and_little_is_wasted():
     _, cohort = executors("logistic", (1, 6, 6))
     trained(cohort, Plan(0.1, 5), rounds=1)
     assert cohort.counters.useful == sum(5 * -(-n // 4) for n in SIZES)
-    assert cohort.facts() == {"executor": "cohort", "shapes_compiled": 0, "share_useful_steps": 1.0}
-    assert cohort.counters.share_useful == 1.0  # four clients: every size is on the ladder
-    assert [rung(n) for n in (1, 5, 10, 11, 129)] == [1, 6, 10, 12, 160]
+    # Four clients take 20, 10, 10 and 5 steps: ten steps at a width of four, then ten alone.
+    assert cohort.facts() == {"executor": "cohort", "shapes_compiled": 0, "share_useful_steps": 0.9}
+    assert [rung(n) for n in (1, 5, 10, 11, 129)] == [1, 7, 10, 16, 150]
     assert list(LADDER) == sorted(LADDER)
 
 
@@ -160,7 +161,7 @@ def test_a_run_compiles_a_handful_of_shapes_and_never_again():
 
     torch._dynamo.reset()
     _, cohort = executors("logistic", (1, 6, 6))
-    cohort = replace(cohort, compiled="all", backend="eager")
+    cohort = replace(cohort, compiled=True, backend="eager")
     seen = []
     vector, buffers = cohort.trainer.net.initial()
     for t in range(6):
@@ -211,7 +212,7 @@ def test_client_states_are_kept_apart():
     loop = toy_federation(Scaffold(), rounds=3)
     one = loop.executor
     whole = replace(
-        loop, executor=CohortExecutor(one.trainer, one.population, one.key, compiled="no")
+        loop, executor=CohortExecutor(one.trainer, one.population, one.key, compiled=False)
     )
     kept = []
     for federation in (loop, whole):
@@ -220,17 +221,6 @@ def test_client_states_are_kept_apart():
         kept.append(torch.stack([states.get(i)[0].control for i in range(6)]))
     torch.testing.assert_close(kept[0], kept[1], rtol=1e-10, atol=1e-12)
     assert FedAvg().rules() == ()
-
-
-def test_only_wide_sets_are_compiled_where_compiling_the_rest_does_not_pay():
-    _, cohort = executors("mlp(widths=(4,))", (1, 2, 2), sizes=(40, 24, 12, 4))
-    seen = {}
-    for compiled in ("wide", "all", "no"):
-        chosen = replace(cohort, compiled=compiled, backend="eager", counters=Counters(), _lanes={})
-        seen[compiled] = trained(chosen, Plan(0.1, 1)).replies.models
-        widths = {"wide": {2, 3, 4}, "all": {1, 2, 3, 4}, "no": set()}[compiled]
-        assert chosen.counters.compiled == widths
-        torch.testing.assert_close(seen[compiled], seen["wide"], rtol=1e-10, atol=1e-12)
 
 
 def test_a_memory_budget_cuts_the_cohort_into_even_chunks():
@@ -289,3 +279,24 @@ def test_mixed_precision_trains_close_to_single_and_keeps_models_in_it():
     assert b.replies.models.dtype == torch.float32
     assert not torch.equal(a.replies.models, b.replies.models)
     torch.testing.assert_close(a.replies.models, b.replies.models, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_step_in_place_is_the_step(backend):
+    """What a captured graph replays, compiled or not, on a device that cannot capture."""
+    _, cohort = executors("mlp(widths=(4,))", (1, 2, 2), sgd=SGD(0.9, 0.01))
+    vector, buffers = cohort.trainer.net.initial()
+    sent, steps = Sent(vector, buffers, (), 0), np.array([4, 1])
+    course, _ = cohort._course(np.array([0, 1]), steps, sent, Plan(0.1, 1))
+    point = Point(vector.expand(2, -1), torch.zeros(2, vector.numel()).double(), buffers[None], ())
+    point = point._replace(buffers=buffers.expand(2, -1))
+    progress = cloned(Progress(point, vector.new_zeros(2, 4), torch.zeros((), dtype=torch.int64)))
+    data = (cohort.population.inputs, cohort.population.labels)
+    expected = cohort._one_step(progress, course, *data)
+    advance = _in_place(cohort._one_step)
+    if backend:
+        advance = torch.compile(advance, dynamic=False, fullgraph=True, backend=backend)
+    advance(progress, course, *data)
+    assert int(progress.number) == 1
+    torch.testing.assert_close(progress.point.vector, expected.point.vector, rtol=1e-12, atol=0)
+    torch.testing.assert_close(progress.point.momentum, expected.point.momentum, rtol=1e-12, atol=0)

@@ -65,7 +65,7 @@ class Nosy(LocalRule):
 def both(method):
     loop = toy_federation(method)
     one = loop.executor
-    return loop, replace(loop, executor=CohortExecutor(one.trainer, one.population, one.key, "no"))
+    return loop, replace(loop, executor=CohortExecutor(one.trainer, one.population, one.key, False))
 
 
 def gathered(federation, cohort):

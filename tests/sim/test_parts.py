@@ -118,7 +118,7 @@ def test_client_states_start_at_zero_and_come_back():
     rules = Scaffold().rules()
     states = ClientStates(rules, vector)
     assert states.get(5)[0].control.tolist() == [0, 0, 0]
-    states.put([5, 2], [(type(states.get(0)[0])(vector + i),) for i in (1, 2)])
+    states.put([5, 2], [(type(states.get(0)[0])(vector + i),) for i in (1, 2)], 0)
     fresh = ClientStates(rules, vector)
     fresh.restore(states.kept())
     assert fresh.get(5)[0].control.tolist() == [1, 2, 3] and fresh.get(2)[0].control.tolist() == [
@@ -128,5 +128,5 @@ def test_client_states_start_at_zero_and_come_back():
     ]
     assert fresh.get(0)[0].control.tolist() == [0, 0, 0]
     stateless = ClientStates((), vector)
-    stateless.put([1], [()])
+    stateless.put([1], [()], 0)
     assert stateless.kept().ids.tolist() == []

@@ -11,5 +11,6 @@ def read():
     parser.add_argument("work", help="file written by peers.work")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--processes", type=int, default=1, help="processes that train clients")
+    parser.add_argument("--compile", default="auto", help="fedbasin's sim.compile")
     options = parser.parse_args()
     return work.read(options.work), options

@@ -37,15 +37,28 @@ class Row:
         """Median seconds a round."""
         return statistics.median(self.seconds) if self.seconds else None
 
+    @property
+    def median_cpu(self) -> float | None:
+        """Median processor seconds a round, over all processes of the peer."""
+        return statistics.median(self.cpu_seconds) if self.cpu_seconds else None
+
     def as_json(self) -> dict[str, Any]:
         """Return everything for the results file."""
-        return {**vars(self), "median_seconds": self.median}
+        return {**vars(self), "median_seconds": self.median, "median_cpu_seconds": self.median_cpu}
 
 
 class Running:
     """A peer's process."""
 
-    def __init__(self, row: Row, python: str, module: str, work: Path, device: str) -> None:
+    def __init__(
+        self,
+        row: Row,
+        python: str,
+        module: str,
+        work: Path,
+        device: str,
+        extra: tuple[str, ...] = (),
+    ) -> None:
         self.row = row
         folders = [str(SPEED), str(SOURCE), str(CARRIED), os.environ.get("PYTHONPATH", "")]
         threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -54,8 +67,9 @@ class Running:
             **threads,
             "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         }
-        command = [python, "-m", f"peers.{module}", str(work), "--device", device]
-        self.errors = work.with_name(f"{work.stem}-{row.peer.replace(' ', '_')}.log")
+        command = [python, "-m", f"peers.{module}", str(work), "--device", device, *extra]
+        name = f"{work.stem}-{row.peer}-{row.processes}.log".replace(" ", "_").replace(",", "")
+        self.errors = work.with_name(name)
         with self.errors.open("w") as log:
             self.process = subprocess.Popen(
                 [*command, "--processes", str(row.processes)],
@@ -130,13 +144,23 @@ def measure(peer: Running, rounds: int, score: bool) -> bool:
     return True
 
 
+def score(peer: Running) -> None:
+    """Score the final model, outside the measured time."""
+    try:
+        peer.row.accuracy = peer.ask(0, True)["accuracy"]
+    except Gone as reason:
+        peer.row.missing = str(reason)
+
+
 def table(rows: list[Row], title: str) -> Table:
-    """Set the rows of one shape side by side; ratios are to ours on as many processes."""
-    ours = {row.processes: row.median for row in rows if row.peer.startswith("fedbasin")}
+    """Set the rows of one shape side by side; ratios are to fedbasin on as many processes."""
+    ours = {row.processes: row for row in rows if row.peer == "fedbasin" and row.seconds}
     made = Table(title=title, title_justify="left")
-    for name in ("peer", "processes", "s / round", "CPU-s / round", "first", "ours is", "accuracy"):
-        made.add_column(name, justify="left" if name == "peer" else "right")
-    for row in sorted(rows, key=lambda row: (row.median is None, row.median)):
+    columns = ("processes", "s / round", "to ours", "CPU-s / round", "to ours", "first", "accuracy")
+    made.add_column("peer")
+    for name in columns:
+        made.add_column(name, justify="right")
+    for row in sorted(rows, key=lambda row: (row.processes, row.median is None, row.median)):
         if row.median is None:
             made.add_row(row.peer, str(row.processes), f"[red]not measured: {row.missing}[/red]")
             continue
@@ -145,9 +169,10 @@ def table(rows: list[Row], title: str) -> Table:
             row.peer,
             str(row.processes),
             f"{row.median:.4f}",
-            f"{statistics.median(row.cpu_seconds):.4f}",
+            f"{row.median / base.median:.2f}x" if base else "",
+            f"{row.median_cpu:.4f}",
+            f"{row.median_cpu / base.median_cpu:.2f}x" if base else "",
             f"{row.first:.2f}" if row.first is not None else "",
-            f"{row.median / base:.2f}x" if base else "",
             f"{row.accuracy:.4f} after {row.rounds}" if row.accuracy is not None else "",
         )
     return made

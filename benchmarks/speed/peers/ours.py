@@ -9,7 +9,7 @@ from fedbasin.core.method import Context, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
 from fedbasin.data.transform import Transform
-from fedbasin.experiment import Experiment, SimConfig
+from fedbasin.experiment import Experiment, LocalConfig, SimConfig
 from fedbasin.experiment.build import pick_device, pick_executor, pick_precision
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import Examiner, Federation, Population
@@ -23,7 +23,13 @@ class Ours:
     def __init__(self, work, options):
         networks.prepare(options.device)
         shape, self.device = work.shape, options.device
-        experiment = Experiment(sim=SimConfig(device=options.device))
+        experiment = Experiment(
+            rounds=1_000_000,  # as in a long run, where compiling pays
+            local=LocalConfig(batch=shape.batch),
+            sim=SimConfig(
+                device=options.device, workers=options.processes, compile=options.compile
+            ),
+        )
         device = pick_device(options.device)
         dtype = pick_precision("auto", device)
         module = parse(shape.model, "model")(shape.image, CLASSES)

@@ -2,6 +2,9 @@
 
 import importlib.metadata
 import os
+import socket
+import subprocess
+import sys
 
 import numpy as np
 import torch
@@ -10,11 +13,36 @@ from peers import command, networks, protocol
 from peers.work import pixels
 
 
+def followers(processes):
+    """Start the other processes of a distributed simulation; each is told how many rounds to run.
+
+    pfl's processes share a cohort and sum their updates with `torch.distributed`.
+    """
+    if processes == 1:
+        return []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ["PFL_WORKER_ADDRESSES"] = ",".join([f"127.0.0.1:{port}"] * processes)
+    os.environ["PFL_WORKER_RANK"] = "0"
+    return [
+        subprocess.Popen(
+            sys.orig_argv,
+            env={**os.environ, "PFL_WORKER_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(1, processes)
+    ]
+
+
 class Pfl:
     """One block of rounds is one `run` of the algorithm; scoring is the model's own `evaluate`."""
 
     def __init__(self, work, options):
         os.environ["PFL_PYTORCH_DEVICE"] = options.device
+        self.followers = [] if "PFL_WORKER_RANK" in os.environ else followers(options.processes)
         networks.prepare(options.device)
         from pfl.aggregate.simulate import SimulatedBackend
         from pfl.aggregate.weighting import WeightByUser
@@ -61,6 +89,11 @@ class Pfl:
         self.facts = {"torch": torch.__version__, "pfl": importlib.metadata.version("pfl")}
 
     def rounds(self, count):
+        if not count:
+            return
+        for follower in self.followers:
+            follower.stdin.write(f"{count}\n")
+            follower.stdin.flush()
         # The first iteration always scores every client before and after its training; starting
         # at the second leaves that out, which is to pfl's advantage.
         algorithm = self.algorithm()
@@ -80,5 +113,14 @@ class Pfl:
         return float(next(iter(found.to_simple_dict().values())))
 
 
+def main() -> None:
+    if "PFL_WORKER_RANK" not in os.environ:
+        protocol.serve(lambda: Pfl(*command.read()))
+        return
+    follower = Pfl(*command.read())
+    for line in sys.stdin:
+        follower.rounds(int(line))
+
+
 if __name__ == "__main__":
-    protocol.serve(lambda: Pfl(*command.read()))
+    main()

@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedbasin.cli.analyze import analyze
 from fedbasin.cli.data import app as data_app
 from fedbasin.cli.flower import app as flower_app
 from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
 from fedbasin.cli.progress import run_with_progress
+from fedbasin.cli.report import Target, report
 
 if TYPE_CHECKING:
     from fedbasin.experiment.config import Experiment
@@ -64,7 +66,12 @@ Jobs = Annotated[
     int | None,
     typer.Option(min=1, help="Runs at once; by default as many as there are cores, one on a GPU."),
 ]
-Target = Annotated[float, typer.Option(help="Accuracy for the column 'rounds to target'.")]
+TensorBoard = Annotated[
+    bool,
+    typer.Option(
+        "--tensorboard", help="Also write events for TensorBoard, into each run's folder."
+    ),
+]
 
 
 def main() -> None:
@@ -119,6 +126,7 @@ def run(
     device: Device = None,
     out: Out = None,
     data_dir: DataDir = None,
+    tensorboard: TensorBoard = False,
     set_: Settings = None,
 ) -> None:
     """Train one model with one method.
@@ -135,7 +143,8 @@ def run(
         raise ValueError(
             f"{out} holds a run already; fedbasin resume {out}, or choose another --out"
         )
-    (summary,) = run_with_progress([Cell(experiment.resolved(), path)], console, data_dir)
+    layout = [Cell(experiment.resolved(), path)]
+    (summary,) = run_with_progress(layout, console, data_dir, tensorboard=tensorboard)
     _say_summary(summary, path)
 
 
@@ -143,6 +152,7 @@ def run(
 def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
     data_dir: DataDir = None,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Go on with a run that was stopped or killed; it ends as if it never had been."""
     import fedbasin.experiment  # noqa: F401
@@ -153,7 +163,8 @@ def resume(
     if not (folder / "config.toml").exists():
         raise RecordError(f"{folder} holds no run: there is no config.toml in it")
     experiment = from_mapping(read_config(folder / "config.toml"))
-    (summary,) = run_with_progress([Cell(experiment, folder)], console, data_dir)
+    layout = [Cell(experiment, folder)]
+    (summary,) = run_with_progress(layout, console, data_dir, tensorboard=tensorboard)
     _say_summary(summary, folder)
 
 
@@ -171,12 +182,13 @@ def compare(
     jobs: Jobs = None,
     out: Out = None,
     data_dir: DataDir = None,
+    tensorboard: TensorBoard = False,
     set_: Settings = None,
 ) -> None:
     """Let several methods compete on the same clients, cohorts and batches.
 
-    Prints a table and writes comparison.png beside the runs. A comparison that was stopped
-    goes on where it was when the same command is given with the same --out.
+    Prints a table and writes report.html and comparison.png beside the runs. A comparison
+    that was stopped goes on where it was when the same command is given with the same --out.
     """
     named = _assignments(set_, rounds=rounds, sim__device=device)
     base = _settings(config, preset, named)
@@ -184,7 +196,7 @@ def compare(
 
     path = out or _fresh("compare")
     layout = cells(base, methods, _read_seeds(seeds), path)
-    _compare(layout, base, path, target, data_dir, jobs)
+    _compare(layout, base, path, target, data_dir, jobs, tensorboard)
 
 
 @app.command()
@@ -228,9 +240,11 @@ def methods(
 
 
 app.add_typer(data_app, name="data")
+app.command()(analyze)
 app.add_typer(flower_app, name="flower")
 app.command()(partition)
 app.command()(private_counts)
+app.command()(report)
 
 
 def _compare(
@@ -240,17 +254,20 @@ def _compare(
     target: float,
     data_dir: Path | None,
     jobs: int | None,
+    tensorboard: bool = False,
 ) -> None:
     from fedbasin.experiment.build import pick_device
     from fedbasin.report.curves import draw_curves
-    from fedbasin.report.table import cells, read_curves, summarise
+    from fedbasin.report.page import write_page
+    from fedbasin.report.runs import read_runs
+    from fedbasin.report.table import cells, summarise
 
     if jobs is None:
-        on_cpu = pick_device(base.sim.device).type == "cpu"
-        jobs = min(os.cpu_count() or 1, len(layout)) if on_cpu else 1
-    run_with_progress(layout, console, data_dir, jobs)
-    curves = read_curves([cell.path for cell in layout])
-    rows = [cells(row) for row in summarise(curves, target)]
+        alone = pick_device(base.sim.device).type != "cpu" or base.sim.executor == "ray"
+        jobs = 1 if alone else min(os.cpu_count() or 1, len(layout))
+    run_with_progress(layout, console, data_dir, jobs, tensorboard=tensorboard)
+    runs = read_runs([cell.path for cell in layout])
+    rows = [cells(row) for row in summarise(runs, target)]
     table = Table(
         title=Text(f"{base.data.name}, {base.partition.how}, {base.rounds} rounds"),
         caption="accuracy: mean of the last 10 rounds, ± standard deviation over seeds",
@@ -262,9 +279,10 @@ def _compare(
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
     figure = draw_curves(
-        curves, path / "comparison.png", title=f"{base.data.name}, {base.partition.how}"
+        runs, path / "comparison.png", title=f"{base.data.name}, {base.partition.how}"
     )
-    console.print(Text(f"figure: {figure}\nrecords: {path}"), soft_wrap=True)
+    page = write_page(runs, path / "report.html", target=target)
+    console.print(Text(f"page: {page}\nfigure: {figure}\nrecords: {path}"), soft_wrap=True)
 
 
 def _say_summary(summary: dict[str, Any], path: Path) -> None:

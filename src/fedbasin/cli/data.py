@@ -11,16 +11,10 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import TaskID
 from rich.table import Table
 
+from fedbasin.cli.progress import bar
 from fedbasin.data import DataError, Fetched, available, describe, fetch
 from fedbasin.data.arrays import Progress as Report
 
@@ -67,25 +61,19 @@ def _one_line_errors() -> Iterator[None]:
 @contextmanager
 def _progress_bar() -> Iterator[Report]:
     """Yield a function that reports to a bar, which appears with the first report."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    shown = bar(Console(stderr=True))
     tasks: dict[str, TaskID] = {}
 
     def report(what: str, done: int, total: int) -> None:
         if what not in tasks:
-            bar.start()
-            tasks[what] = bar.add_task(what, total=total)
-        bar.update(tasks[what], completed=done)
+            shown.start()
+            tasks[what] = shown.add_task(what, total=total)
+        shown.update(tasks[what], completed=done)
 
     try:
         yield report
     finally:
-        bar.stop()
+        shown.stop()
 
 
 @app.command("list")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedbasin.core.expressions import parse
+from fedbasin.core.holdings import Holdings
+from fedbasin.core.record import write_atomically
 from fedbasin.data import load
 from fedbasin.partition import Pool, longtail
 from fedbasin.partition.measures import classes_held, distance_from_global, effective_classes
@@ -61,20 +62,11 @@ def partition(
     else:
         console.print(_summary(counts, title))
     console.print(_totals(counts, pool.rows, rows), highlight=False)
-    table = write_counts(counts, dataset.classes, out / "partition.csv")
+    out.mkdir(parents=True, exist_ok=True)
+    table = out / "partition.csv"
+    write_atomically(table, Holdings(dataset.classes, counts).to_csv())
     figure = partition_figure(counts, dataset.classes, out / "partition.png", title)
     console.print(f"wrote {table} and {figure}", markup=False, highlight=False, soft_wrap=True)
-
-
-def write_counts(counts: Ints, class_names: tuple[str, ...], path: Path) -> Path:
-    """Write one line a client: its number, its rows and its rows of every class."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["client", "rows", *class_names])
-        for client, row in enumerate(counts.tolist()):
-            writer.writerow([client, sum(row), *row])
-    return path
 
 
 def _listing(counts: Ints, class_names: tuple[str, ...], title: str, width: int) -> Table:

@@ -14,6 +14,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -26,8 +27,19 @@ if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell
 
 
+def bar(console: Console, *beside: ProgressColumn) -> Progress:
+    """Return the display of all long work: what, a bar, how many of how many, how long."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), *beside, console=console, transient=True)
+
+
 def run_with_progress(
-    layout: Sequence[Cell], console: Console, data_dir: Path | None, jobs: int = 1
+    layout: Sequence[Cell],
+    console: Console,
+    data_dir: Path | None,
+    jobs: int = 1,
+    *,
+    tensorboard: bool = False,
 ) -> list[dict[str, Any]]:
     """Run or go on with the cells, showing one bar for all rounds; return their summaries.
 
@@ -41,22 +53,14 @@ def run_with_progress(
         # Small steps gain nothing from more, and lose much where other work shares the cores.
         torch.set_num_threads(1)
     total = sum(cell.experiment.rounds for cell in layout)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[accuracy]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
+    accuracy = TextColumn("{task.fields[accuracy]}")
+    with bar(console, TimeRemainingColumn(), accuracy) as progress:
         task = progress.add_task("starting", total=total, accuracy="")
         finished = threading.Event()
         watcher = threading.Thread(target=_watch, args=(layout, progress, task, finished))
         watcher.start()
         try:
-            return run_cells(layout, data_dir=data_dir, jobs=jobs)
+            return run_cells(layout, data_dir=data_dir, jobs=jobs, tensorboard=tensorboard)
         finally:
             finished.set()
             watcher.join()

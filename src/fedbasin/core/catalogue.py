@@ -141,7 +141,7 @@ def card_of(thing: object) -> Card:
 
 
 def needs_of(thing: object) -> set[str]:
-    """Return what an entry, and the entries among its arguments, ask of the outside world.
+    """Return what a method, those inside it and their clients' rules ask of the outside world.
 
     What is not in the catalogue asks for nothing.
     """
@@ -149,4 +149,5 @@ def needs_of(thing: object) -> set[str]:
     if card is None:
         return set()
     inner = [getattr(thing, parameter.name) for parameter in card.parameters]
-    return set(card.needs).union(*map(needs_of, inner))
+    rules = thing.rules() if card.kind == "method" else ()  # type: ignore[attr-defined]
+    return set(card.needs).union(*map(needs_of, (*inner, *rules)))

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedbasin.core.archive import Archive
 from fedbasin.core.expressions import ExpressionError, text
 from fedbasin.core.net import Net
+from fedbasin.core.permutations import Group
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import LocalRule, Rules, Setting, as_rules
 from fedbasin.core.tree import rebuild
@@ -96,12 +97,15 @@ class Context:
         lr: the learning rate the cohort used.
         plan: how the cohort trains, once a round has begun.
         batch: the clients' batch size, B; 0 where it is not known.
+        examples: mean number of samples of a client; 0 where it is not known.
+        momentum: of the clients' SGD, rho.
         proxy: server data, for methods that need ``"proxy"``.
         class_counts: [N, classes] samples by client and class, for those that need them.
         private_counts: what stands in for them where clients do not show them.
         archive: files for models of clients, for methods that keep them on disk.
         net: the network as a function of vectors, for methods that run its head.
         probe: this cohort's gradients, for methods that ask for them before training.
+        permutations: which units may change places, for methods that match neurons.
     """
 
     layout: Layout
@@ -112,12 +116,15 @@ class Context:
     lr: float = 0.0
     plan: Plan | None = None
     batch: int = 0
+    examples: float = 0.0
+    momentum: float = 0.0
     proxy: Proxy | None = None
     class_counts: Tensor | None = None
     private_counts: PrivateCounts | None = None
     archive: Archive | None = None
     net: Net | None = None
     probe: Probe | None = None
+    permutations: tuple[Group, ...] | None = None
 
     def at(self, round: int, lr: float, plan: Plan | None = None) -> Context:
         """Return the context of one round."""
@@ -186,7 +193,16 @@ class Served:
 
     send: Tensor  # [P] broadcast to the next cohort
     score: Tensor  # [P] evaluated and shipped
-    notes: Any = ()  # a named tuple of numbers for the run's record
+    notes: Any = ()  # named tuples of numbers for the run's record
+
+    def moved(self, send: Tensor) -> Served:
+        """Send another model; a scored model of its own moves by the same difference."""
+        score = send if self.score is self.send else self.score + (send - self.send)
+        return replace(self, send=send, score=score)
+
+    def noted(self, notes: Any) -> Served:
+        """Add a named tuple of numbers to the record."""
+        return replace(self, notes=(notes, self.notes))
 
 
 class Method(ABC):
@@ -276,15 +292,20 @@ class Wrapper(Method):
     inner: Method
     averages: ClassVar[bool] = False  # whether it serves an average of earlier models
 
+    @property
+    def base(self) -> Method:
+        """The method at the bottom, which combines the replies."""
+        return self.inner.base if isinstance(self.inner, Wrapper) else self.inner
+
     def begin(self, server: Tensor, context: Context) -> Any:
         """Return the wrapper's own state before the first round."""
         return ()
 
-    @abstractmethod
     def step(
         self, own: Any, server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, Any]:
         """Turn what the inner method made of this round into what is served."""
+        return fresh, own
 
     def init(self, server: Tensor, context: Context) -> Wrapped:
         """Begin, around the inner method's own state."""

@@ -74,19 +74,3 @@ class Mixture:
         scale = gamma * self.server_lr / self.curve.amount(free[:-1]).sum()
         outer = torch.cat([scale * (along - weights @ along), (slope @ mean).to(free.dtype)[None]])
         return self.curve.slope(free) * outer, value.detach()
-
-
-class Adam(NamedTuple):
-    """Adam(0.5, 0.999) on a few numbers: its moments and how many steps it took."""
-
-    first: Tensor
-    second: Tensor
-    steps: int = 0
-
-    def step(self, free: Tensor, gradient: Tensor, lr: float) -> tuple[Tensor, Adam]:
-        """Return the numbers after one step; those with zero gradients so far stay put."""
-        first = 0.5 * self.first + 0.5 * gradient
-        second = 0.999 * self.second + 0.001 * gradient.square()
-        steps = self.steps + 1
-        size = (second / (1 - 0.999**steps)).sqrt() + 1e-8
-        return free - lr * first / (1 - 0.5**steps) / size, Adam(first, second, steps)

@@ -8,13 +8,17 @@ dropout from a key. Integer buffers are the module's own: they are never sent or
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedbasin.core.vectors import Layout
+
+_ACTIVATIONS = nn.ReLU.__module__  # where torch keeps its activation functions
+_WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Outputs(NamedTuple):
@@ -69,6 +73,11 @@ class Net:
         self.layout = Layout.of(trainable, _head_names(module, [n for n, _ in trainable]))
         self.buffer_layout = Layout.of(statistics)
         self.device, self.dtype, self.mixed = torch.device(device), dtype, mixed
+        every = list(module.named_parameters(remove_duplicate=False))
+        self._tied = len(every) > len(list(module.parameters()))  # looking for ties takes time
+        # oneDNN's convolutions and poolings are faster with the channels innermost
+        convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
+        self._channels_last = convolves and self.device.type == "cpu"
         self.compiles = bool(getattr(module, "compiles", True))  # a module may say it does not pay
         self._counters = [
             (n, b) for n, b in module.named_buffers() if not b.is_floating_point() and b.dim() == 0
@@ -82,6 +91,10 @@ class Net:
     def initial(self) -> tuple[Tensor, Tensor]:
         """Return fresh copies of the module's own weights [P] and statistics [Q]."""
         return self._initial.clone(), self._initial_buffers.clone()
+
+    def on(self, device: torch.device | str) -> Net:
+        """Return the same network on another device."""
+        return Net(copy.deepcopy(self._training.module), device, self.dtype, mixed=self.mixed)
 
     def __call__(
         self,
@@ -114,13 +127,40 @@ class Net:
         module = self._training if training else self._scoring
         named = {f"module.{name}": tensor for name, tensor in named.items()}
         if not self.mixed:
-            logits, features = functional_call(module, named, (inputs,))
+            logits, features = functional_call(module, named, (inputs,), tie_weights=self._tied)
             return Outputs(logits, features, statistics)
         with torch.autocast(self.device.type, torch.bfloat16):
-            logits, features = functional_call(module, named, (inputs,))
+            logits, features = functional_call(module, named, (inputs,), tie_weights=self._tied)
         if features is not None:
             features = features.to(self.dtype)
         return Outputs(logits.to(self.dtype), features, statistics)
+
+    def activations(
+        self, vector: Tensor, inputs: Tensor, buffers: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return what each activation function puts out in a scoring pass, by name and call.
+
+        A network without any gives the outputs of its linear and convolutional layers.
+        """
+        module, found = self._scoring.module, dict[str, Tensor]()
+        named = dict(module.named_modules())
+        chosen = {n: m for n, m in named.items() if type(m).__module__ == _ACTIVATIONS}
+        chosen = chosen or {n: m for n, m in named.items() if isinstance(m, _WEIGHTED)}
+
+        def keep(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+            def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+                again = sum(key.split(" ")[0] == name for key in found)
+                found[f"{name} {again + 1}" if again else name] = output
+
+            return hook
+
+        hooks = [part.register_forward_hook(keep(name)) for name, part in chosen.items()]
+        try:
+            self(vector, inputs, buffers)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
 
     def classify(self, vector: Tensor, features: Tensor) -> Tensor:
         """Return the logits [B, classes] of the head alone, for features [B, d]."""
@@ -133,6 +173,12 @@ class Net:
         named = {name.removeprefix("head."): views[name] for name in self.layout.head}
         logits: Tensor = functional_call(self._scoring.module.head, named, (features,))  # type: ignore[arg-type]
         return logits
+
+    def arranged(self, inputs: Tensor) -> Tensor:
+        """Return inputs in the memory order that the network runs fastest on; not for `vmap`."""
+        if not self._channels_last or inputs.dim() != 4:
+            return inputs
+        return inputs.to(memory_format=torch.channels_last)
 
     @property
     def has_statistics(self) -> bool:

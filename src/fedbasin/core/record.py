@@ -1,11 +1,15 @@
 """The run folder: what a run leaves behind, in files that pandas opens.
 
     config.toml              every setting, resolved
+    partition.csv            who holds how many rows of each class
     rounds.jsonl             one line a round, flushed as it is written
     summary.json             the headline numbers
     checkpoint.safetensors   where to resume
     model.safetensors        the final model
     archive/                 models of clients, for methods that keep them on disk
+    clients/                 what clients keep between rounds, where it does not fit in memory
+    snapshots/               models of chosen rounds, for analyses
+    analysis/                what analyses found
 
 This module reads and writes text only, so reports need no tensors.
 """
@@ -19,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
+from types import NoneType
 from typing import Any
 
 
@@ -63,8 +68,13 @@ class RoundRecord:
         if not isinstance(flat, dict) or not isinstance(flat.get("round"), int):
             raise RecordError("a line of rounds.jsonl must be an object with a round number")
         known = {f.name for f in fields(cls)} - {"notes"}
+        found = {k: v for k, v in flat.items() if k in known}
+        for name, value in found.items():
+            kind = (list, NoneType) if name == "accuracy_per_class" else (int, float, NoneType)
+            if not isinstance(value, kind):
+                raise RecordError(f"{name} is {value!r:.40}, which is no number")
         notes = {k.removeprefix("note_"): v for k, v in flat.items() if k.startswith("note_")}
-        return cls(**{k: v for k, v in flat.items() if k in known}, notes=notes)
+        return cls(**found, notes=notes)
 
 
 def _plain(value: Any) -> Any:
@@ -90,6 +100,11 @@ class RunFolder:
         return self.path / "config.toml"
 
     @property
+    def partition(self) -> Path:
+        """Who holds what."""
+        return self.path / "partition.csv"
+
+    @property
     def rounds(self) -> Path:
         """One line a round."""
         return self.path / "rounds.jsonl"
@@ -113,6 +128,21 @@ class RunFolder:
     def archive(self) -> Path:
         """Models of clients that a method keeps on disk."""
         return self.path / "archive"
+
+    @property
+    def clients(self) -> Path:
+        """What clients keep between rounds, where it does not fit in memory."""
+        return self.path / "clients"
+
+    @property
+    def snapshots(self) -> Path:
+        """Models of chosen rounds."""
+        return self.path / "snapshots"
+
+    @property
+    def analysis(self) -> Path:
+        """What analyses found."""
+        return self.path / "analysis"
 
     def append(self, record: RoundRecord) -> None:
         """Add one line and hand it to the operating system at once."""

@@ -63,12 +63,18 @@ def torch_draws_from(key: Key) -> Iterator[None]:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Scramble 32-bit words held in int64; with multipliers below 2^31 nothing overflows."""
-    x = x ^ (x >> 16)
-    x = (x * 0x21F0AAAD) & _WORD
-    x = x ^ (x >> 15)
-    x = (x * 0x735A2D97) & _WORD
-    return x ^ (x >> 15)
+    """Scramble 32-bit words held in int64; with multipliers below 2^31 nothing overflows.
+
+    Works in the memory it is given, which stays in a CPU's cache: callers hand over new tensors.
+    """
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x &= _WORD
+    x ^= x >> 15
+    x *= 0x735A2D97
+    x &= _WORD
+    x ^= x >> 15
+    return x
 
 
 def fold_in(key: Tensor, word: Tensor | int) -> Tensor:
@@ -92,3 +98,9 @@ def bits(key: Tensor, counter: Tensor) -> Tensor:
 def uniform(key: Tensor, counter: Tensor) -> Tensor:
     """Draw float32 numbers in [0, 1), one for every element of `counter`."""
     return (bits(key, counter) >> 8).to(torch.float32) * (1.0 / (1 << 24))
+
+
+def normal(key: Tensor, counter: Tensor) -> Tensor:
+    """Draw float32 numbers from N(0, 1), one for every element of `counter` (below 2^31)."""
+    angle, radius = uniform(key, 2 * counter), 1 - uniform(key, 2 * counter + 1)  # Box-Muller
+    return (-2 * radius.log()).sqrt() * torch.cos(2 * torch.pi * angle)

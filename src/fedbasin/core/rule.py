@@ -45,6 +45,7 @@ class Start(NamedTuple):
     examples: Tensor  # how many samples it holds, n_i
     class_counts: Tensor  # [classes] its samples by class
     survey: Any  # the sums this rule's `survey` found over the client's rows; () without one
+    buffers: Tensor | None = None  # [Q] the received statistics, for a forward pass at `vector`
 
 
 class Finish(NamedTuple):
@@ -92,6 +93,11 @@ class LocalRule:
     owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset()  # hooks only one rule may fill
     surveys: ClassVar[bool] = False  # whether `survey` is wanted before training
 
+    @property
+    def pull(self) -> float:
+        """The mu of a term mu (v - x) in `direction`; it shortens what gradients add up to."""
+        return 0.0
+
     def shared(self, context: Context) -> Any:
         """Return what the server sends to this rule where the method itself sends nothing."""
         return ()
@@ -126,6 +132,10 @@ class LocalRule:
     def after_step(self, carry: Any, vector: Tensor, net: Net) -> tuple[Tensor, Any]:
         """Return the model after the optimiser's step, changed where the rule wants it."""
         return vector, carry
+
+    def upload(self, carry: Any, start: Start, finish: Finish) -> Tensor:
+        """Return the vector [P] that is sent in place of the trained model."""
+        return finish.vector
 
     def end(self, carry: Any, start: Start, finish: Finish) -> tuple[Any, Any]:
         """Return the client's new own state and its report to the server."""

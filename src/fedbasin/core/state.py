@@ -51,7 +51,8 @@ def read(path: Path) -> dict[str, Leaf]:
     try:
         with safe_open(path, framework="pt") as file:
             leaves: dict[str, Leaf] = json.loads((file.metadata() or {}).get("scalars", "{}"))
-            leaves.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            # A copy: a product of matrices may round otherwise where memory is aligned otherwise.
+            leaves.update({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
     except FileNotFoundError as error:
         raise StateError(f"{path} does not exist") from error
     except (SafetensorError, OSError, ValueError) as error:

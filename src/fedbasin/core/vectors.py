@@ -84,6 +84,15 @@ class Layout:
         head = self.mask(self.head, inside).bool()
         return torch.where(head if part == "head" else ~head, inside, outside)
 
+    def sums(self, vectors: Tensor) -> Tensor:
+        """Return the sum over each part, [..., T] of vectors [..., P]."""
+        return torch.stack([part.sum(-1) for part in vectors.split(list(self.sizes), -1)], -1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return one value for each part, [..., T], at every element of it, [..., P]."""
+        sizes = torch.tensor(self.sizes, device=values.device)
+        return values.repeat_interleave(sizes, -1, output_size=self.size)
+
     def mask(self, names: Iterable[str], like: Tensor) -> Tensor:
         """Return a vector [P] of ones on the named parts and zeros elsewhere."""
         ones = torch.zeros(self.size, dtype=like.dtype, device=like.device)

@@ -120,6 +120,10 @@ class Clients:
         """Return how many rows all known clients hold together."""
         return sum({s.client: s.examples for s in self._seats.values()}.values())
 
+    def mean_examples(self) -> float:
+        """Return how many rows a client holds in the mean; 0 where clients do not say."""
+        return 0.0 if self.anonymous else self.rows() / max(self.total, 1)
+
     def class_counts(self) -> Tensor:
         """Wait for all clients and return their rows by class [N, classes], as they show them."""
         self.wait(self.total)

@@ -65,6 +65,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         schedule: the plan of each round; by default ``train_config["lr"]`` and one epoch.
         batch: the clients' batch size, for methods that ask for it.
         proxy: labelled rows on the server, for methods that learn from them.
+        context: what else the method may know, as a simulation has it; it goes before the last two.
         counts: how class counts reach methods that need them: each client's in ``"plain"``, or
             their sum alone by way of encryption.
         classes: number of classes, for private counts.
@@ -111,6 +112,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         schedule: Callable[[int], Plan] | None = None,
         batch: int = 0,
         proxy: Examiner | None = None,
+        context: Context | None = None,
         counts: Literal["plain", "private"] = "plain",
         classes: int = 0,
         test: Examiner | None = None,
@@ -134,7 +136,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
         self.key, self.seed, self.net = root(seed), seed, net
-        self.schedule, self.batch, self.proxy = schedule, batch, proxy
+        self.schedule, self.batch, self.proxy, self.context = schedule, batch, proxy, context
         self.counts, self.classes = counts, classes or (test.classes if test else 0)
         self.merger = Merger(self.method, buffers, recalibrate, guard, test)
         self.stream, self.patience = stream, patience
@@ -314,7 +316,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self._codec = Codec.of(arrays, self.net)
         vector, buffers = (part.to(device) for part in self._codec.read(arrays))
         needs = needs_of(self.method)
-        if "proxy" in needs and self.proxy is None:
+        proxy = self.proxy if self.context is None else self.context.proxy
+        if "proxy" in needs and proxy is None:
             raise ValueError(f"{self.method} learns from data on the server: give proxy=")
         wants_counts = "class_counts" in needs
         self._mail = Mailbox(grid)
@@ -325,13 +328,16 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             private = gather_private(self._clients, self.key, self.classes)
         elif wants_counts:
             counts = self._clients.class_counts()
-        self._context = Context(
+        known = self.context or Context(
+            self._codec.layout, 0, 0, self.key, batch=self.batch, proxy=self.proxy
+        )
+        self._context = replace(
+            known,
             layout=self._codec.layout,
             clients=self._clients.total,
             rounds=rounds,
             key=self.key,
-            batch=self.batch,
-            proxy=self.proxy,
+            examples=self._clients.mean_examples(),
             class_counts=counts,
             private_counts=private,
             archive=self.journal.archive(),

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import os
+import shutil
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbasin import data, partition
 from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice, parse
+from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
+from fedbasin.core.permutations import Group
 from fedbasin.core.rng import Key, root, torch_draws_from
 from fedbasin.core.rule import Setting
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
+from fedbasin.local.batches import count_steps
+from fedbasin.models.atoms import SymmetryError
+from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
-from fedbasin.sim.cohort import CohortExecutor, Compiled, Unsupported
+from fedbasin.sim.allocator import keep_freed_memory
+from fedbasin.sim.cohort import CohortExecutor, Unsupported
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.workers import WorkerExecutor
+
+COMPILE_PAYS = 50  # rounds; shorter runs end before compiling has paid for itself
 
 
 @dataclass(frozen=True)
@@ -85,9 +97,20 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
 
 
 def build(
-    experiment: Experiment, *, data_dir: Path | None = None, archive: Archive | None = None
+    experiment: Experiment,
+    *,
+    data_dir: Path | None = None,
+    archive: Archive | None = None,
+    client_archive: Archive | None = None,
 ) -> Federation:
-    """Build everything a run needs; errors name the setting at fault."""
+    """Build everything a run needs; errors name the setting at fault.
+
+    Args:
+        experiment: the settings.
+        data_dir: a local mirror of the datasets.
+        archive: files for models that the method keeps.
+        client_archive: files for what clients keep, where it does not fit in memory.
+    """
     experiment = experiment.resolved()
     device = pick_device(experiment.sim.device)
     dtype = pick_precision(experiment.sim.precision, device)
@@ -115,10 +138,13 @@ def build(
         rounds=experiment.rounds,
         key=key,
         batch=experiment.local.batch,
+        examples=float(population.sizes.mean()),
+        momentum=experiment.local.momentum,
         proxy=proxy,
         class_counts=_class_counts(method, population, rows.classes),
         archive=archive,
         net=net,
+        permutations=_permutations(method, module, transform(population.inputs[:2]), device),
     )
     _check_needs(method, context)
     trainer = Trainer(
@@ -135,7 +161,6 @@ def build(
     draw_cohort(participation, eligible, key.fold("cohort", 0))  # says what is wrong before the run
     return Federation(
         method=method,
-        executor=pick_executor(experiment, trainer, population, key),
         context=context,
         schedule=_schedule(experiment),
         participation=participation,
@@ -148,35 +173,94 @@ def build(
         recalibrate=_recalibration(experiment, net, proxy),
         evaluate_every=experiment.sim.evaluate_every,
         evaluate_last=experiment.sim.evaluate_last,
+        client_memory=experiment.sim.client_memory * 2**30,
+        client_archive=client_archive,
+        # Last: what starts processes does so once nothing else can be wrong.
+        executor=pick_executor(experiment, trainer, population, key),
+        holdings=Holdings(dataset.classes, population.class_counts(rows.classes).cpu().numpy()),
     )
+
+
+# A matrix of clients saves a CPU Python's time but no arithmetic: measured, it wins for dense
+# networks up to about this size and loses for convolutions (benchmarks/speed/executors.py).
+MATRIX_PAYS_BELOW = 200_000
+# Compiling such a step takes a CPU 10 to 30 seconds and saves about 2 milliseconds each time.
+COMPILING_PAYS_FROM = 20_000
 
 
 def pick_executor(
     experiment: Experiment, trainer: Trainer, population: Population, key: Key
 ) -> Executor:
-    """Choose how cohorts are trained: a matrix on CUDA and for small models, else a loop.
+    """Choose how cohorts are trained: a matrix on CUDA and for small dense models, else a loop.
 
-    On a CPU the matrix saves Python's time but not arithmetic, so it wins only where a step is
-    mostly overhead: networks without convolutions of up to a few hundred thousand weights.
+    With `sim.workers` above 1 the loop is shared out to processes.
     """
-    loop = LoopExecutor(trainer, population, key)
-    name, on_cuda = experiment.sim.executor, trainer.net.device.type == "cuda"
-    small = trainer.net.layout.size < 300_000 and all(
-        len(s) <= 2 for s in trainer.net.layout.shapes
-    )
-    if name == "loop" or (name == "auto" and not (on_cuda or small)):
-        return loop
-    sim = experiment.sim
-    compiled: Compiled = "wide" if on_cuda and trainer.net.compiles else "no"
+    sim, on_cuda = experiment.sim, trainer.net.device.type == "cuda"
+    if sim.executor == "ray":
+        return _on_ray(experiment, trainer, population, key)
+    if not on_cuda:
+        keep_freed_memory()
+    if sim.executor == "loop" or (sim.executor == "auto" and not (on_cuda or _is_small(trainer))):
+        return _loop(experiment, trainer, population, key)
+    compiled = trainer.net.compiles and _compiling_pays(experiment, population, on_cuda)
     if sim.compile != "auto":
-        compiled = "all" if sim.compile == "on" else "no"
+        compiled = sim.compile == "on"
     memory = int(sim.memory * 2**30)
     try:
         return CohortExecutor(trainer, population, key, compiled, sim.chunk, memory)
     except Unsupported as reason:
-        if name == "cohort":
+        if sim.executor == "cohort":
             raise ConfigError(f"sim.executor: cohort cannot be used: {reason}") from reason
-        return loop
+        return _loop(experiment, trainer, population, key)
+
+
+def _is_small(trainer: Trainer) -> bool:
+    layout = trainer.net.layout
+    return layout.size < MATRIX_PAYS_BELOW and all(len(shape) <= 2 for shape in layout.shapes)
+
+
+def _compiling_pays(experiment: Experiment, population: Population, on_cuda: bool) -> bool:
+    """Whether a run is long enough to compile its step, and on a CPU a compiler is there."""
+    if on_cuda:
+        return experiment.rounds >= COMPILE_PAYS
+    local, largest = experiment.local, int(population.sizes.max(initial=0))
+    plan = Plan(local.lr, None, local.steps) if local.steps else Plan(local.lr, local.epochs)
+    steps = experiment.rounds * count_steps(plan, largest, local.batch)
+    return steps >= COMPILING_PAYS_FROM and shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def _loop(experiment: Experiment, trainer: Trainer, population: Population, key: Key) -> Executor:
+    if experiment.sim.workers <= 1 or trainer.net.device.type != "cpu":
+        return LoopExecutor(trainer, population, key)
+    return WorkerExecutor(trainer, population, key, experiment.sim.workers)
+
+
+def _on_ray(experiment: Experiment, trainer: Trainer, population: Population, key: Key) -> Executor:
+    try:
+        from fedbasin.sim.ray_executor import RayExecutor
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            "sim.executor: ray is not installed; pip install 'fedbasin[ray]'"
+        ) from error
+    return RayExecutor(
+        trainer,
+        population,
+        key,
+        partial(_for_worker, experiment),
+        workers=experiment.sim.workers,
+        address=experiment.sim.address,
+    )
+
+
+def _for_worker(
+    experiment: Experiment, trainer: Trainer, population: Population, key: Key
+) -> Executor:
+    """Choose the executor of one Ray worker, for the device that the worker has."""
+    pick_precision(experiment.sim.precision, trainer.net.device)
+    alone = replace(experiment.sim, executor="auto", workers=0, address="")
+    return pick_executor(replace(experiment, sim=alone), trainer, population, key)
 
 
 def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -190,7 +274,7 @@ def _transform(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype) 
     if settings.normalise != "dataset":
         mean, std = (middle,) * len(mean), (spread,) * len(std)
     transform = Transform(mean, std, augment=settings.augment, kind=dataset.kind)
-    return lambda raw, key=None: transform(raw, key, dtype)
+    return partial(transform, dtype=dtype)
 
 
 def _sgd(experiment: Experiment) -> SGD:
@@ -237,6 +321,18 @@ def _class_counts(method: Method, population: Population, classes: int) -> Tenso
         method,
     )
     return population.class_counts(classes)
+
+
+def _permutations(
+    method: Method, module: nn.Module, example: Tensor, device: torch.device
+) -> tuple[Group, ...] | None:
+    """Return which units of the network may change places, for a method that matches neurons."""
+    if "permutations" not in needs_of(method):
+        return None
+    try:
+        return permutations(module, example, device)
+    except SymmetryError as error:
+        raise ConfigError(f"{method} matches neurons: {error}, or another model") from error
 
 
 def _recalibration(experiment: Experiment, net: Net, proxy: Examiner | None) -> Any:

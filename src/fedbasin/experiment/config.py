@@ -7,7 +7,6 @@ ones; values are checked when the configuration is made, so a bad one costs no t
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 
 from fedbasin.core.catalogue import Kind
 from fedbasin.core.expressions import ExpressionError, fit, is_fit, parse, text, type_name
+from fedbasin.core.settings import write_toml
 
 
 class ConfigError(ValueError):
@@ -93,9 +93,13 @@ class SimConfig:
         participation: who takes part, such as ``"fraction(rate=0.1)"``.
         dropout: chance that a drawn client does not answer.
         executor: how a cohort is trained: ``"loop"`` (one client after another), ``"cohort"`` (all
-            as one matrix), or ``"auto"`` (the faster of the two for the device and the model).
-        compile: whether the cohort's step is compiled: ``"on"`` for every size of the active set,
-            ``"off"`` for none, ``"auto"`` on CUDA for the sizes that pay.
+            as one matrix), ``"auto"`` (the faster of the two for the device and the model), or
+            ``"ray"`` (shards of the cohort on Ray workers, each of which is on ``"auto"``).
+        workers: processes that share a cohort, with one thread each: of a loop on a CPU, or of Ray;
+            0 is one process for a loop, and for Ray one for each GPU, or for each core.
+        address: a running Ray cluster, ``"auto"`` or ``"host:port"``; empty starts one here.
+        compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA in runs of at
+            least 50 rounds, and on a CPU with a C++ compiler in those of 20,000 steps or more.
         chunk: most clients that advance together; 0 is as many as the memory holds.
         memory: GiB that they may take; 0 is a share of what is free.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
@@ -106,11 +110,15 @@ class SimConfig:
         evaluate_every: score the model every k rounds.
         evaluate_last: and in each of the last rounds.
         checkpoint_every: save every k rounds.
+        client_memory: most main memory, in GiB, for what all clients keep between rounds (SCAFFOLD,
+            FedDyn, ...); where they need more it lies in the run's folder.
     """
 
     participation: str = "fraction(rate=0.1)"
     dropout: float = 0.0
-    executor: Literal["auto", "loop", "cohort"] = "auto"
+    executor: Literal["auto", "loop", "cohort", "ray"] = "auto"
+    workers: int = 0
+    address: str = ""
     compile: Literal["auto", "on", "off"] = "auto"
     chunk: int = 0
     memory: float = 0.0
@@ -120,6 +128,27 @@ class SimConfig:
     evaluate_every: int = 1
     evaluate_last: int = 10
     checkpoint_every: int = 10
+    client_memory: float = 2.0
+
+
+@dataclass(frozen=True)
+class SnapshotConfig:
+    """Which models are kept for analyses; none by default.
+
+    Args:
+        rounds: the rounds whose models are kept, counted from 1.
+        every: keep those of every k-th round too; 0 keeps none.
+        clients: keep what each client of these rounds sent back, beside the server's models.
+    """
+
+    rounds: tuple[int, ...] = ()
+    every: int = 0
+    clients: bool = False
+
+    def chosen(self, rounds: int) -> frozenset[int]:
+        """Return the rounds to keep of a run of so many."""
+        regular = range(self.every, rounds + 1, self.every) if self.every else ()
+        return frozenset(self.rounds).union(regular)
 
 
 @dataclass(frozen=True)
@@ -135,6 +164,7 @@ class Experiment:
         partition: who holds it.
         local: how clients train.
         sim: how the federation is simulated.
+        snapshots: which models are kept for analyses.
     """
 
     method: str = "fedavg"
@@ -145,6 +175,7 @@ class Experiment:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     sim: SimConfig = field(default_factory=SimConfig)
+    snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
 
     def __post_init__(self) -> None:
         for check in _CHECKS:
@@ -170,23 +201,10 @@ class Experiment:
 
     def to_toml(self) -> str:
         """Write every setting as TOML."""
-        top = {k: v for k, v in asdict(self).items() if not isinstance(v, dict)}
-        lines = [f"{key} = {_toml(value)}" for key, value in top.items()]
-        for name, section in asdict(self).items():
-            if isinstance(section, dict):
-                lines += ["", f"[{name}]"]
-                lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
-        return "\n".join(lines) + "\n"
+        return write_toml(asdict(self))
 
 
 _TOP: tuple[tuple[str, Kind], ...] = (("method", "method"), ("model", "model"))
-
-
-def _toml(value: str | bool | int | float) -> str:
-    """Write a scalar; JSON's strings are TOML's as long as nothing outside ASCII is escaped."""
-    if isinstance(value, float):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _check_expressions(experiment: Experiment) -> None:
@@ -219,10 +237,13 @@ def _check_ranges(experiment: Experiment) -> None:
             ("local.batch", experiment.local.batch, 1),
             ("local.weight_decay", experiment.local.weight_decay, 0),
             ("local.clip", experiment.local.clip, 0),
+            ("sim.workers", experiment.sim.workers, 0),
             ("sim.chunk", experiment.sim.chunk, 0),
             ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
             ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
             ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
+            ("sim.client_memory", experiment.sim.client_memory, 0),
+            ("snapshots.every", experiment.snapshots.every, 0),
         ],
     )
     for name, value, least in low:
@@ -234,9 +255,26 @@ def _check_ranges(experiment: Experiment) -> None:
             raise ConfigError(f"{name} must be in [0, 1), got {share}")
     if not 0 < e.data.imbalance <= 1:
         raise ConfigError(f"data.imbalance must be in (0, 1], got {e.data.imbalance}")
+    for round in e.snapshots.rounds:
+        if not 1 <= round <= e.rounds:
+            raise ConfigError(f"snapshots.rounds must lie in 1 to {e.rounds} (rounds), got {round}")
 
 
-_CHECKS = (_check_expressions, _check_ranges)
+def _check_ray(experiment: Experiment) -> None:
+    sim = experiment.sim
+    if sim.address and sim.executor != "ray":
+        raise ConfigError("sim.address is for Ray: set sim.executor=ray, or leave it out")
+    if sim.workers > 1 and sim.executor == "cohort":
+        raise ConfigError("sim.workers share a loop or a Ray cluster: the cohort is one matrix")
+    host, _, port = sim.address.rpartition(":")
+    if sim.address not in ("", "auto") and ("/" in host or not host or not port.isdecimal()):
+        raise ConfigError(
+            f"sim.address is {sim.address!r}: start the run on a machine of the cluster and write "
+            "auto, or host:port as ray start prints it"
+        )
+
+
+_CHECKS = (_check_expressions, _check_ranges, _check_ray)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Experiment:
@@ -254,6 +292,7 @@ def _section(cls: type[Any], settings: Mapping[str, Any], path: str) -> Any:
             close = difflib.get_close_matches(key, names, n=3, cutoff=0.5) or names
             raise ConfigError(f"unknown setting {where!r}; there is {', '.join(close)}")
         wanted = hints[key]
+        value = tuple(value) if isinstance(value, list) else value  # TOML has no tuples
         if is_dataclass(wanted):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where} is a section: write [{where}] and its settings below")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata
 from multiprocessing import get_context
@@ -18,9 +21,11 @@ import torch
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
+from fedbasin.core.snapshot import Snapshots
 from fedbasin.experiment.build import build, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
-from fedbasin.sim import Diverged
+from fedbasin.experiment.tensorboard import tensorboard_events
+from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
 
 OnRound = Callable[[RoundRecord], None]
@@ -48,16 +53,17 @@ def run(
             "another folder"
         )
     experiment = experiment.resolved()
-    federation = build(experiment, data_dir=data_dir, archive=Archive(folder.archive))
-    folder.path.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder.config, experiment.to_toml())
-    return run_federation(
-        federation,
-        folder,
-        facts(experiment),
-        checkpoint_every=experiment.sim.checkpoint_every,
-        on_round=on_round,
-    )
+    with closing(_federation(experiment, folder, data_dir)) as federation:
+        _announce_snapshots(federation, folder)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder.config, experiment.to_toml())
+        return run_federation(
+            federation,
+            folder,
+            facts(experiment),
+            checkpoint_every=experiment.sim.checkpoint_every,
+            on_round=on_round,
+        )
 
 
 def resume(
@@ -70,12 +76,60 @@ def resume(
     if folder.model.exists():
         return folder.read_summary()
     experiment = from_mapping(read_config(folder.config))
-    return run_federation(
-        build(experiment, data_dir=data_dir, archive=Archive(folder.archive)),
-        folder,
-        facts(experiment),
-        checkpoint_every=experiment.sim.checkpoint_every,
-        on_round=on_round,
+    with closing(_federation(experiment, folder, data_dir)) as federation:
+        return run_federation(
+            federation,
+            folder,
+            facts(experiment),
+            checkpoint_every=experiment.sim.checkpoint_every,
+            on_round=on_round,
+        )
+
+
+def _federation(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Federation:
+    """Build what runs in a folder: its archive and its snapshots lie there."""
+    federation = build(
+        experiment,
+        data_dir=data_dir,
+        archive=Archive(folder.archive),
+        client_archive=Archive(folder.clients),
+    )
+    chosen = experiment.snapshots.chosen(experiment.rounds)
+    snapshots = Snapshots(folder.snapshots, chosen, experiment.snapshots.clients)
+    return replace(federation, snapshots=snapshots)
+
+
+def snapshot_bytes(federation: Federation) -> int:
+    """Return how many bytes the snapshots of a run take up, at most."""
+    kept, test = federation.snapshots, federation.test
+    if kept is None:
+        return 0
+    number = torch.empty((), dtype=test.net.dtype).element_size()
+    vectors = 2 * len(kept.rounds)  # score and send
+    if kept.clients:
+        vectors += sum(1 + len(federation.cohort(round - 1)[1]) for round in kept.rounds)
+    return number * (
+        vectors * test.net.layout.size + len(kept.rounds) * test.net.buffer_layout.size
+    )
+
+
+def _announce_snapshots(federation: Federation, folder: RunFolder) -> None:
+    """Say what snapshots will take up before the run, and refuse what cannot fit."""
+    if federation.snapshots is None or not federation.snapshots.rounds:
+        return
+    disk = next(path for path in folder.path.absolute().parents if path.exists())
+    size, free = snapshot_bytes(federation) / 1e6, shutil.disk_usage(disk).free / 1e6
+    count = len(federation.snapshots.rounds)
+    if size > free:
+        raise ConfigError(
+            f"snapshots: {count} rounds take up to {size:,.0f} MB, {disk} has {free:,.0f} "
+            "MB left; keep fewer rounds or write snapshots.clients = false"
+        )
+    logging.getLogger(__name__).warning(
+        "snapshots: models of %d rounds take up to %s MB in %s",
+        count,
+        f"{size:,.1f}",
+        folder.snapshots,
     )
 
 
@@ -133,7 +187,11 @@ def run_cell(
 
 
 def run_cells(
-    layout: Sequence[Cell], *, data_dir: Path | None = None, jobs: int = 1
+    layout: Sequence[Cell],
+    *,
+    data_dir: Path | None = None,
+    jobs: int = 1,
+    tensorboard: bool = False,
 ) -> list[dict[str, Any]]:
     """Run what is not finished of a comparison and return all summaries.
 
@@ -141,18 +199,26 @@ def run_cells(
         layout: the cells.
         data_dir: a local mirror of the datasets.
         jobs: processes at once, with one thread each; results do not depend on it.
+        tensorboard: also write each round's numbers as TensorBoard's events.
     """
     if jobs == 1:
-        return [run_cell(cell, data_dir) for cell in layout]
+        return [_run_watched(cell, data_dir, tensorboard) for cell in layout]
     spawned = get_context("spawn")
     with ProcessPoolExecutor(jobs, spawned, initializer=_single_thread) as pool:
-        return list(pool.map(_run_apart, layout, [data_dir] * len(layout)))
+        count = len(layout)
+        return list(pool.map(_run_apart, layout, [data_dir] * count, [tensorboard] * count))
 
 
-def _run_apart(cell: Cell, data_dir: Path | None) -> dict[str, Any]:
+def _run_watched(cell: Cell, data_dir: Path | None, tensorboard: bool) -> dict[str, Any]:
+    events = tensorboard_events(cell.path / "tensorboard") if tensorboard else nullcontext()
+    with events as on_round:
+        return run_cell(cell, data_dir, on_round)
+
+
+def _run_apart(cell: Cell, data_dir: Path | None, tensorboard: bool) -> dict[str, Any]:
     """Run a cell in a process of its own; what goes wrong comes back as text."""
     try:
-        return run_cell(cell, data_dir)
+        return _run_watched(cell, data_dir, tensorboard)
     except (ValueError, OSError):
         raise
     except Exception as error:

@@ -1,8 +1,14 @@
 """Room 4: a client's training, plain SGD and the small rules around it."""
 
 from fedbasin.local.batches import batches as batches
+from fedbasin.local.losses import BalancedRows as BalancedRows
+from fedbasin.local.losses import BalancedSoftmax as BalancedSoftmax
+from fedbasin.local.losses import ClassBalanced as ClassBalanced
+from fedbasin.local.losses import Focal as Focal
+from fedbasin.local.losses import LogitAdjusted as LogitAdjusted
 from fedbasin.local.prox import Prox as Prox
 from fedbasin.local.schedules import constant as constant
+from fedbasin.local.sharpness import SAM as SAM
 from fedbasin.local.step import SGD as SGD
 from fedbasin.local.train import Received as Received
 from fedbasin.local.train import Shard as Shard

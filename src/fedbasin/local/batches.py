@@ -8,6 +8,7 @@ batches of that endless stream.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -43,6 +44,14 @@ def epoch_order(key: Tensor, epoch: int, rows: int, chances: Tensor | None = Non
     return draw(drawn, chances)
 
 
+def epoch_orders(key: Tensor, epochs: int, rows: int) -> Tensor:
+    """Return the orders [epochs, n] of several passes at once, as `epoch_order` gives each."""
+    passes = torch.arange(epochs, device=key.device)
+    keys = fold_in(fold_in(key, ORDER).expand(epochs, 2), passes)
+    counter = torch.arange(rows, device=key.device).expand(epochs, rows)
+    return torch.argsort(bits(keys, counter), dim=1, stable=True)
+
+
 def draw(drawn: Tensor, chances: Tensor) -> Tensor:
     """Turn 32 random bits [..., n] into row numbers that appear in proportion to the chances."""
     below = chances.to(torch.float64).cumsum(-1)
@@ -68,3 +77,11 @@ def batches(
         found.extend(epoch_order(key, epoch, rows, chances).split(batch))
         epoch += 1
     return found[:total]
+
+
+def proxy_batches(key: Tensor, epoch: int, rows: int, batch: int) -> Iterator[Tensor | None]:
+    """Yield the rows of each step of one pass over the server's own rows; None is all of them."""
+    if rows <= batch:
+        yield None
+    else:
+        yield from epoch_order(key, epoch, rows).split(batch)

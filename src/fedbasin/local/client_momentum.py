@@ -69,6 +69,15 @@ def unequal_steps(setting: Setting) -> Iterator[str]:
         )
 
 
+def frozen_momentum(setting: Setting) -> Iterator[str]:
+    """Say why a momentum of the local optimiser has no place beside a frozen one."""
+    if setting.momentum:
+        yield (
+            f"local.momentum = {setting.momentum} is a second momentum that changes in every step, "
+            "while the server's must stay frozen; set local.momentum = 0"
+        )
+
+
 def mean_direction(
     replies: Replies, share: Tensor, server: Tensor, steps: float | None = None
 ) -> Tensor:

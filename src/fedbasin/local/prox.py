@@ -36,6 +36,11 @@ class Prox(LocalRule):
         if not self.mu >= 0:
             raise ValueError(f"mu must be at least 0, got {self.mu}")
 
+    @property
+    def pull(self) -> float:
+        """The strength mu."""
+        return self.mu
+
     def begin(self, start: Start, net: Net) -> ProxCarry:
         """Remember where the round started."""
         return ProxCarry(start.vector)

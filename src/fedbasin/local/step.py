@@ -7,7 +7,7 @@ and momentum. Everything here is pure, so the cohort engine can `vmap` it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,13 +45,25 @@ class SGD:
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"clip must be above 0 or left out, got {self.clip}")
 
-    def length(self, steps: int) -> float:
+    def length(self, steps: int, pull: float = 0.0) -> float:
         """Return the accumulated weight of the gradients in K steps, a_i of FedNova.
 
-        With momentum rho, a = [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho).
+        It is how far K steps along a gradient that is always 1 lead, in units of eta. With
+        momentum rho, a = [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho); with a proximal term,
+        a <- (1 - eta mu) a + 1; with both, l <- rho l + 1 - eta mu a and a <- a + l.
+
+        Args:
+            steps: K.
+            pull: eta mu.
         """
         rho = self.momentum
-        return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+        if not pull:
+            return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+        speed = length = 0.0
+        for _ in range(steps):
+            speed = rho * speed + 1 - pull * length
+            length += speed
+        return length
 
 
 class Point(NamedTuple):
@@ -63,10 +75,19 @@ class Point(NamedTuple):
     carries: tuple[Any, ...]  # one for each rule
 
 
-def task_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy over the samples of a batch; padding has no weight."""
-    each = F.cross_entropy(logits, batch.labels, reduction="none")
+def batch_mean(each: Tensor, batch: Batch) -> Tensor:
+    """Return the mean of numbers [B] over the samples of a batch; padding has no weight."""
     return (each * batch.weight).sum() / batch.weight.sum().clamp(min=1)
+
+
+def one_hot(labels: Tensor, like: Tensor) -> Tensor:
+    """Return 0 and 1 of the shape of logits [B, classes], also where torch's own is refused."""
+    return (labels[:, None] == torch.arange(like.shape[1], device=like.device)).to(like.dtype)
+
+
+def task_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy over the samples of a batch."""
+    return batch_mean(F.cross_entropy(logits, batch.labels, reduction="none"), batch)
 
 
 def summed_gradient(look: Look) -> Tensor:
@@ -79,6 +100,16 @@ def summed_gradient(look: Look) -> Tensor:
 
     gradient: Tensor = torch.func.grad(total)(look.vector)
     return gradient
+
+
+def other_loss(rules: tuple[LocalRule, ...]) -> Iterator[str]:
+    """Say why full gradients do not belong to steps on another loss."""
+    for rule in rules:
+        if "loss" in rule.owns:
+            yield (
+                f"the full gradients are of the cross-entropy, but {rule} trains on another loss; "
+                "drop one of the two"
+            )
 
 
 def by_autograd(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
@@ -173,5 +204,7 @@ def descend(
     if sgd.weight_decay:
         direction = direction + sgd.weight_decay * vector
     if sgd.momentum:
-        direction = momentum = sgd.momentum * momentum + direction
-    return vector - lr * direction, momentum
+        direction = momentum = torch.add(direction, momentum, alpha=sgd.momentum)
+    if isinstance(lr, Tensor):
+        return vector - lr * direction, momentum
+    return torch.sub(vector, direction, alpha=lr), momentum  # one pass over memory, not two

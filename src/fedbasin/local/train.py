@@ -89,25 +89,28 @@ class Trainer:
         size = received.vector.numel() if self.sgd.momentum else 0
         point = Point(received.vector, received.vector.new_zeros(size), received.buffers, carries)
         losses, counts = [], []
-        for number, index in enumerate(
-            batches(received.key, plan, rows, self.batch, self.chances(shard.labels))
-        ):
-            batch = self._batch(shard, index, received.key, number)
-            key = fold_in(fold_in(received.key, DROPOUT), number)
+        numbers = torch.arange(steps, device=received.key.device)
+        augment, dropout = (
+            fold_in(fold_in(received.key, use), numbers).unbind() for use in (AUGMENT, DROPOUT)
+        )
+        chances = self.chances(shard.labels)
+        for number, index in enumerate(batches(received.key, plan, rows, self.batch, chances)):
+            batch = self._batch(shard, index, augment[number])
             point, loss = step(
-                point, batch, plan.lr, key, net=self.net, rules=self.rules, sgd=self.sgd
+                point, batch, plan.lr, dropout[number], net=self.net, rules=self.rules, sgd=self.sgd
             )
             losses.append(loss)
             counts.append(len(index))
         ended = Finish(
             point.vector, _number(steps, received.vector), _number(plan.lr * steps, received.vector)
         )
-        ends = [
-            rule.end(carry, start, ended)
-            for rule, carry, start in zip(self.rules, point.carries, starts, strict=True)
-        ]
+        together = list(zip(self.rules, point.carries, starts, strict=True))
+        ends = [rule.end(carry, start, ended) for rule, carry, start in together]
+        uploaded = ended
+        for rule, carry, start in together:
+            uploaded = uploaded._replace(vector=rule.upload(carry, start, uploaded))
         return Trained(
-            vector=point.vector,
+            vector=uploaded.vector,
             buffers=point.buffers,
             own=tuple(own for own, _ in ends),
             reports=tuple(report for _, report in ends),
@@ -122,7 +125,7 @@ class Trainer:
     def full_gradient(self, shard: Shard, vector: Tensor, buffers: Tensor) -> Tensor:
         """Return the gradient [P] of the mean loss over all rows, without augmentation."""
         parts = [
-            summed_gradient(Look(self.net, vector, buffers, (), self._batch(shard, index, None, 0)))
+            summed_gradient(Look(self.net, vector, buffers, (), self._batch(shard, index, None)))
             for index in torch.arange(len(shard.labels), device=vector.device).split(SURVEY_ROWS)
         ]
         return torch.stack(parts).sum(0) / max(len(shard.labels), 1)
@@ -142,7 +145,7 @@ class Trainer:
         return added(
             [
                 rule.survey(
-                    Look(self.net, vector, buffers, shared, self._batch(shard, index, None, 0))
+                    Look(self.net, vector, buffers, shared, self._batch(shard, index, None))
                 )
                 for index in torch.arange(len(shard.labels), device=vector.device).split(
                     SURVEY_ROWS
@@ -167,13 +170,13 @@ class Trainer:
                 examples=_number(len(shard.labels), vector),
                 class_counts=counts,
                 survey=self._survey(rule, shared, shard, received),
+                buffers=received.buffers,
             )
             for rule, shared, own in zip(self.rules, received.shared, received.own, strict=True)
         )
 
-    def _batch(self, shard: Shard, index: Tensor, key: Tensor | None, number: int) -> Batch:
-        augment = None if key is None else fold_in(fold_in(key, AUGMENT), number)
-        inputs = self.transform(shard.inputs[index], augment)
+    def _batch(self, shard: Shard, index: Tensor, augment: Tensor | None) -> Batch:
+        inputs = self.net.arranged(self.transform(shard.inputs[index], augment))
         return Batch(inputs, shard.labels[index], inputs.new_ones(len(index), dtype=self.net.dtype))
 
 

@@ -30,7 +30,7 @@ C x P mat-vecs; 3 models of memory beside the replies.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -39,12 +39,13 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
+from fedbasin.core.descent import Adam
 from fedbasin.core.method import Context, Method, Proxy, Replies, Served
-from fedbasin.core.mixture import CURVES, Adam, Mixture, Parameterisation
+from fedbasin.core.mixture import CURVES, Mixture, Parameterisation
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import Rules
 from fedbasin.core.vectors import Weighting, shares
-from fedbasin.local.batches import epoch_order
+from fedbasin.local.batches import proxy_batches
 
 Learn = Literal["both", "gamma", "lambda", "none"]
 _HALVED_EVERY = 20  # epochs
@@ -210,12 +211,12 @@ class FedLAW(Method):
         moves, lowest = self._limits(stage, free, merge, proxy)
         if not bool(moves.any()):
             return free
-        adam = Adam(torch.zeros_like(free), torch.zeros_like(free))
+        adam = Adam.at(free)
         late: list[Tensor] = []
         best, idle = math.inf, 0
         for epoch in range(stage.epochs):
             losses = []
-            for rows in _batches(proxy, self.batch, key, epoch, free.device):
+            for rows in proxy_batches(key.tensor(free.device), epoch, proxy.size, self.batch):
                 gradient, loss = merge.gradient(free, partial(proxy.loss, rows=rows))
                 free, adam = adam.step(free, moves * gradient, stage.rate(epoch))
                 free = free.maximum(lowest)
@@ -234,13 +235,3 @@ def _least_gamma(mean: Tensor, server: Tensor, ratio: float) -> Tensor:
     """Return the gamma at which gamma |m - x| = ratio (1 - gamma) |x|."""
     size = (ratio * server.norm()).clamp(min=torch.finfo(server.dtype).tiny)
     return torch.reciprocal(1 + (mean - server).norm() / size)
-
-
-def _batches(
-    proxy: Proxy, batch: int, key: Key, epoch: int, device: torch.device
-) -> Iterator[Tensor | None]:
-    """Yield the rows of each step of one pass, in a keyed order; None is all of them."""
-    if proxy.size <= batch:
-        yield None
-    else:
-        yield from epoch_order(key.tensor(device), epoch, proxy.size).split(batch)

@@ -30,7 +30,7 @@ from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, LocalRule, Look, Rules, Setting, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.step import summed_gradient
+from fedbasin.local.step import other_loss, summed_gradient
 
 Option = Literal["steps", "full"]
 
@@ -137,6 +137,12 @@ class Scaffold(Method):
     def __post_init__(self) -> None:
         if not self.server_lr > 0:
             raise ValueError(f"server_lr must be above 0, got {self.server_lr}")
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Name a second loss."""
+        yield from super().cautions(setting)
+        if self.option == "full":
+            yield from other_loss(self.rules())
 
     def init(self, server: Tensor, context: Context) -> ScaffoldState:
         """Start with c = 0."""

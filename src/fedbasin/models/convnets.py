@@ -47,7 +47,7 @@ def _convnet(
     dropout: tuple[float, ...] = (0.0, 0.0),
     hint: str = "",
 ) -> Network:
-    """Return convolution, norm, ReLU, pooling for each entry, then hidden layers and the head.
+    """Return convolution, norm, pooling, ReLU for each entry, then hidden layers and the head.
 
     Args:
         name: the network, for error messages.
@@ -66,9 +66,10 @@ def _convnet(
         layers[f"conv{i}"] = nn.Conv2d(channels, outputs, kernel, stride, padding)
         if norm:
             layers[f"norm{i}"] = norm(outputs)
-        layers[f"conv{i}_relu"] = nn.ReLU()
         if pool:
             layers[f"pool{i}"] = nn.MaxPool2d(pool, stride=2)
+        # ReLU and max commute, in values and gradients, and behind the max there is less to do
+        layers[f"conv{i}_relu"] = nn.ReLU()
         channels = outputs
     height, width = parts.output_size(name, nn.Sequential(layers), shape, hint)
     flat = channels * height * width

@@ -43,7 +43,7 @@ class Dropout(nn.Module):
             return x
         counter = torch.arange(x.numel(), device=x.device).reshape(x.shape)
         keep = uniform(fold_in(self.key, self.site), counter) >= self.p
-        return torch.where(keep, x / (1 - self.p), 0)
+        return x * (keep.to(x.dtype) / (1 - self.p))
 
     def extra_repr(self) -> str:
         """Show the probability and the site when printed."""

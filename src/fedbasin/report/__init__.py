@@ -1,1 +1,1 @@
-"""Room 8: run records to tables and figures. Nothing here needs a tensor."""
+"""Room 8: run records to tables, tests, figures and one page. Nothing here needs a tensor."""

@@ -1,55 +1,95 @@
-"""Run records to a figure: accuracy against rounds, one line a method."""
+"""Run records to a figure for print: a measure against rounds, seconds or bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from fedbasin.report.table import Curve
+from fedbasin.core.record import RoundRecord
+from fedbasin.report.partition_figure import as_text
+from fedbasin.report.runs import Run
+from fedbasin.report.table import by_label
 
-# Okabe and Ito's colours, told apart by colour-blind readers.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#F0E442")
+# Okabe and Ito's colours without yellow, which is lost on white; told apart by colour-blind
+# readers. More methods than colours get another dash.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 STYLES = ("-", "--", "-.", ":")
 
+Against = Literal["round", "seconds", "bytes"]
+Measure = Literal["accuracy", "loss"]
+_AXES: dict[Against, tuple[str, Callable[[RoundRecord], float]]] = {
+    "round": ("round", lambda record: 1.0),
+    "seconds": ("seconds", lambda record: record.seconds),
+    "bytes": ("megabytes sent and received", lambda r: (r.bytes_down + r.bytes_up) / 1e6),
+}
+_MEASURES: dict[Measure, tuple[str, float]] = {
+    "accuracy": ("test accuracy, %", 100.0),
+    "loss": ("test loss", 1.0),
+}
 
-def draw_curves(curves: Sequence[Curve], path: Path, *, title: str = "") -> Path:
+
+def draw_curves(
+    runs: Sequence[Run],
+    path: Path,
+    *,
+    title: str = "",
+    measure: Measure = "accuracy",
+    against: Against = "round",
+    dpi: int = 150,
+) -> Path:
     """Draw the mean over seeds of each method, with a band from the worst to the best seed.
 
     Args:
-        curves: the runs.
+        runs: the runs.
         path: where the picture goes; its ending decides the format (png, svg, pdf).
         title: what stands above it.
+        measure: what is drawn upwards.
+        against: what is drawn to the right; seconds and bytes are means over seeds, too.
+        dpi: dots an inch, for pixel formats.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    x_label, step = _AXES[against]
+    y_label, scale = _MEASURES[measure]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for number, method in enumerate(dict.fromkeys(curve.method for curve in curves)):
-        rounds, low, mean, high = _band([c for c in curves if c.method == method])
-        if not len(rounds):  # every seed broke off before it was scored
+    for number, (label, members) in enumerate(by_label(runs).items()):
+        x, low, mean, high = _band(members, measure, step)
+        if not len(x):  # every seed broke off before it was scored
             continue
         colour = COLOURS[number % len(COLOURS)]
         style = STYLES[number // len(COLOURS) % len(STYLES)]
-        axes.plot(rounds, 100 * mean, style, color=colour, label=method, linewidth=1.6)
-        axes.fill_between(rounds, 100 * low, 100 * high, color=colour, alpha=0.15, linewidth=0)
-    axes.set_xlabel("round")
-    axes.set_ylabel("test accuracy, %")
-    axes.set_title(title)
+        axes.plot(x, scale * mean, style, color=colour, label=as_text(label), linewidth=1.6)
+        axes.fill_between(x, scale * low, scale * high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_title(as_text(title))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize="small")
+    if axes.lines:
+        axes.legend(loc="best" if measure == "loss" else "lower right", fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
     return path
 
 
-def _band(runs: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return rounds, lowest, mean and highest accuracy where every seed was evaluated."""
-    scored = [{r.round: r.accuracy for r in run.records if r.accuracy is not None} for run in runs]
+def _band(
+    runs: Sequence[Run], measure: Measure, step: Callable[[RoundRecord], float]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the axis, and the lowest, mean and highest value where every seed was evaluated."""
+    scored = []
+    for run in runs:
+        places = accumulate(map(step, run.records))
+        found = zip(run.records, places, strict=True)
+        scored.append({r.round: (x, v) for r, x in found if (v := getattr(r, measure)) is not None})
     rounds = sorted(set.intersection(*(set(found) for found in scored)))
     table = np.array([[found[r] for r in rounds] for found in scored], dtype=float)
-    return np.array(rounds), table.min(0), table.mean(0), table.max(0)
+    table = table.reshape(len(runs), len(rounds), 2)
+    x, values = table[..., 0].mean(0), table[..., 1]
+    return x, values.min(0), values.mean(0), values.max(0)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Paul Tol's "muted" colours, told apart by readers with any kind of colour blindness.
-_COLOURS = (
+CLASS_COLOURS = (
     *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933"),
     *("#DDCC77", "#CC6677", "#882255", "#AA4499", "#DDDDDD"),
 )
@@ -39,7 +39,7 @@ def partition_figure(
     """
     from matplotlib.figure import Figure  # slow to import, and needed only here
 
-    order = _order(counts)
+    order = order_of_clients(counts)
     shown = counts[order]
     sizes = np.maximum(shown.sum(axis=1, keepdims=True), 1)
     figure = Figure(
@@ -55,7 +55,7 @@ def partition_figure(
         axes.set_ylabel(label)
         axes.spines[["top", "right"]].set_visible(False)
     rows_axes.yaxis.get_major_locator().set_params(integer=True)
-    rows_axes.set_title(title, loc="left", fontsize=11)
+    rows_axes.set_title(as_text(title), loc="left", fontsize=11)
     share_axes.set_xlim(-0.6, len(shown) - 0.4)
     share_axes.set_xlabel(_axis_text(len(counts), len(shown)))
     _name_clients(share_axes, len(shown))
@@ -65,22 +65,28 @@ def partition_figure(
     return path
 
 
-def _order(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Choose the clients to draw and the order they stand in."""
+def as_text(words: str) -> str:
+    """Keep matplotlib from reading $ as mathematics and from leaving out names with a leading _."""
+    shown = words.replace("$", r"\$")
+    return f"\N{ZERO WIDTH SPACE}{shown}" if shown.startswith("_") else shown
+
+
+def order_of_clients(counts: NDArray[np.int64], most: int = _MOST_BARS) -> NDArray[np.int64]:
+    """Choose at most so many clients to draw, and the order they stand in."""
     if len(counts) <= _ID_ORDER:
         return np.arange(len(counts))
     second, first = np.argsort(np.pad(counts, ((0, 0), (1, 0))), axis=1, kind="stable").T[-2:]
     share = counts.max(axis=1) / np.maximum(counts.sum(axis=1), 1)
     # The last key weighs most. Empty clients count as the least pure of the last class.
     order = np.lexsort((second, -share, first))
-    if len(counts) > _MOST_BARS:
-        order = order[np.linspace(0, len(counts) - 1, _MOST_BARS).astype(np.int64)]
+    if len(counts) > most:
+        order = order[np.linspace(0, len(counts) - 1, most).astype(np.int64)]
     return order
 
 
 def _colours(classes: int) -> list[Any]:
-    if classes <= len(_COLOURS):
-        return list(_COLOURS[:classes])
+    if classes <= len(CLASS_COLOURS):
+        return list(CLASS_COLOURS[:classes])
     from matplotlib import colormaps
 
     return list(colormaps["viridis"](np.linspace(0, 1, classes)))
@@ -119,10 +125,12 @@ def _name_clients(axes: Axes, shown: int) -> None:
 
 
 def _explain_colours(figure: Any, class_names: Sequence[str], colours: Sequence[Any]) -> None:
-    if len(class_names) <= len(_COLOURS):
+    if len(class_names) <= len(CLASS_COLOURS):
         from matplotlib.patches import Patch
 
-        handles = [Patch(color=c, label=n) for c, n in zip(colours, class_names, strict=True)]
+        handles = [
+            Patch(color=c, label=as_text(n)) for c, n in zip(colours, class_names, strict=True)
+        ]
         figure.legend(handles=handles[::-1], loc="outside right upper", frameon=False)
         return
     from matplotlib.cm import ScalarMappable
@@ -131,4 +139,4 @@ def _explain_colours(figure: Any, class_names: Sequence[str], colours: Sequence[
     scale = ScalarMappable(Normalize(0, len(class_names) - 1), "viridis")
     bar = figure.colorbar(scale, ax=figure.axes, label="class", fraction=0.03, pad=0.01)
     marks = np.unique(np.linspace(0, len(class_names) - 1, 8).astype(int))
-    bar.set_ticks(marks, labels=[class_names[mark] for mark in marks])
+    bar.set_ticks(marks, labels=[as_text(class_names[mark]) for mark in marks])

@@ -1,20 +1,27 @@
 """What clients keep between rounds, in one store keyed by client id.
 
-Simulated clients have no disk of their own; moving this state onto real clients replaces
-this class and nothing else.
+States lie on the device where all clients' states together are a small part of its memory, else
+in main memory, and in files where they do not fit there either; then they visit the device only
+while their client trains. Simulated clients have no disk of their own: moving this state onto real
+clients replaces this class and nothing else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fedbasin.core.archive import Archive
 from fedbasin.core.rule import LocalRule
-from fedbasin.core.tree import row, stack, tensors
+from fedbasin.core.tree import Leaf, count_bytes, flatten, rebuild, row, stack, tensors
+
+_DEVICE_SHARE = 1 / 16  # of a GPU's memory that states may take
+_ALIGNED = 8  # every leaf of a stored state begins at a multiple of so many bytes
 
 
 @dataclass(frozen=True)
@@ -22,31 +29,141 @@ class Kept:
     """The store as a tree for checkpoints: only clients that have taken part."""
 
     ids: Tensor  # int64 [k]
-    rows: Any  # own states, stacked [k, ...]
+    rounds: Tensor  # int64 [k] when each of them last took part
+    rows: Any  # own states, stacked [k, ...]; () where they lie in files
 
 
 class ClientStates:
-    """Own states of all clients; a client that never took part has the rules' zero state."""
+    """Own states of all clients; a client that never took part has the rules' zero state.
 
-    def __init__(self, rules: tuple[LocalRule, ...], vector: Tensor) -> None:
+    Args:
+        rules: what clients do beyond SGD.
+        vector: a model, for the size and the device of states.
+        clients: how many clients there are, N.
+        limit: most bytes of main memory that the states of N clients may take.
+        archive: files for them beyond that; without, they stay in main memory.
+    """
+
+    def __init__(
+        self,
+        rules: tuple[LocalRule, ...],
+        vector: Tensor,
+        *,
+        clients: int = 0,
+        limit: float = math.inf,
+        archive: Archive | None = None,
+    ) -> None:
         self._zero = tuple(rule.own(vector) for rule in rules)
-        self._held: dict[int, tuple[Any, ...]] = {}
+        self._device = vector.device
+        self._rounds: dict[int, int] = {}  # when each client last took part
+        self._held: dict[int, tuple[Any, ...]] = {}  # their states, unless these lie in files
+        need = clients * count_bytes(self._zero)
+        self._home = home(self._device, need)
+        spills = self._home.type == "cpu" and need > limit
+        self._archive = archive if spills else None
+        self._saved: dict[int, int] = {}  # what the last checkpoint speaks of
+
+    @property
+    def where(self) -> Literal["none", "device", "memory", "disk"]:
+        """Where states lie; none where the rules keep nothing."""
+        if not tensors(self._zero):
+            return "none"
+        if self._archive is not None:
+            return "disk"
+        return "memory" if self._home.type == "cpu" else "device"
 
     def get(self, client: int) -> tuple[Any, ...]:
-        """Return a client's own state, one entry for each rule."""
-        return self._held.get(client, self._zero)
+        """Return a client's own state on the device, one entry for each rule."""
+        if client not in self._rounds:
+            return self._zero
+        if self._archive is None:
+            state = self._held[client]
+        else:
+            state = _unpacked(self._archive.get(client, self._rounds[client]), self._zero)
+        moved: tuple[Any, ...] = _moved(state, self._device)
+        return moved
 
-    def put(self, clients: Iterable[int], states: Iterable[tuple[Any, ...]]) -> None:
-        """Replace the states of the clients that took part."""
-        if tensors(self._zero):
-            self._held.update(zip(clients, states, strict=True))
+    def put(self, clients: Iterable[int], states: Iterable[tuple[Any, ...]], round: int) -> None:
+        """Replace the states of the clients that took part in a round."""
+        if self.where == "none":
+            return
+        for client, state in zip(clients, states, strict=True):
+            if self._archive is None:
+                self._held[client] = _apart(state, self._home)
+            else:
+                self._archive.put(client, round, _packed(state))
+            self._rounds[client] = round
+        self._sweep()
 
     def kept(self) -> Kept:
         """Return everything worth saving."""
-        ids = sorted(self._held)
-        rows = stack([self._held[i] for i in ids]) if ids else self._zero
-        return Kept(torch.tensor(ids, dtype=torch.int64), rows)
+        ids = sorted(self._rounds)
+        rows: Any = ()
+        if self._archive is None:
+            rows = stack([self._held[i] for i in ids]) if ids else _moved(self._zero, self._home)
+        rounds = torch.tensor([self._rounds[i] for i in ids], dtype=torch.int64)
+        return Kept(torch.tensor(ids, dtype=torch.int64), rounds, rows)
 
     def restore(self, kept: Kept) -> None:
         """Take back what `kept` returned."""
-        self._held = {int(i): row(kept.rows, n) for n, i in enumerate(kept.ids)}
+        ids = [int(i) for i in kept.ids]
+        self._rounds = dict(zip(ids, kept.rounds.tolist(), strict=True))
+        self._saved = dict(self._rounds)
+        if self._archive is None:
+            self._held = {i: row(kept.rows, n) for n, i in enumerate(ids)}
+
+    def saved(self) -> None:
+        """Say that a checkpoint with the present states is on disk; older files may go."""
+        self._saved = dict(self._rounds)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Keep the files of now and of the last checkpoint, at most two of a client."""
+        if self._archive is not None:
+            self._archive.keep([*self._rounds.items(), *self._saved.items()])
+            self._archive.sweep()
+
+
+def home(device: torch.device, need: int) -> torch.device:
+    """Return where states of so many bytes lie when they are not on disk."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        if need <= memory * _DEVICE_SHARE:
+            return device
+    return torch.device("cpu")
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    return rebuild(state, lambda _, leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+
+
+def _apart(state: Any, device: torch.device) -> Any:
+    """Return a state on a device, its rows copied: a view would hold on to its whole cohort."""
+
+    def apart(_: str, leaf: Leaf) -> Leaf:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        view = leaf.untyped_storage().nbytes() > leaf.numel() * leaf.element_size()
+        return leaf.detach().to(device, copy=view)
+
+    return rebuild(state, apart)
+
+
+def _packed(state: Any) -> Tensor:
+    """Return the tensors of a state as bytes, one after another."""
+    parts = []
+    for leaf in tensors(state):
+        raw = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        parts += [raw, raw.new_zeros(-len(raw) % _ALIGNED)]
+    return torch.cat(parts)
+
+
+def _unpacked(packed: Tensor, template: Any) -> Any:
+    """Return bytes as a state of the template's shape, without a copy."""
+    places, end = {}, 0
+    for path, leaf in flatten(template):
+        if isinstance(leaf, Tensor):
+            size = leaf.numel() * leaf.element_size()
+            places[path] = packed[end : end + size].view(leaf.dtype).reshape(leaf.shape)
+            end += size + -size % _ALIGNED
+    return rebuild(template, lambda path, leaf: places.get(path, leaf))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,13 +28,12 @@ from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.lane import Course, Lane, Progress, cloned
-from fedbasin.sim.loop import Gathered, Sent, client_key
+from fedbasin.sim.loop import Executor, Gathered, Sent, client_key
 from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
 from fedbasin.sim.survey import gradients, survey
 
-Compiled = Literal["all", "wide", "no"]
-LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 26, 32, 40, 50, 64, 80, 100, 128)
+LADDER = (1, 2, 4, 7, 10, 16, 25, 40, 64, 100)  # finer wastes less and compiles more
 
 
 class Unsupported(RuntimeError):
@@ -49,7 +48,7 @@ def by_transform(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
 
 def rung(active: int) -> int:
     """Return the smallest size of the ladder that holds so many clients."""
-    return next((size for size in LADDER if size >= active), -(-active // 32) * 32)
+    return next((size for size in LADDER if size >= active), -(-active // 50) * 50)
 
 
 @dataclass
@@ -68,16 +67,15 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class CohortExecutor:
+class CohortExecutor(Executor):
     """Train a cohort as one matrix.
 
     Args:
         trainer: how a client trains.
         population: the clients' data.
         key: the run's randomness.
-        compiled: which steps are compiled: those of ``"all"`` sizes of the active set, of the
-            ``"wide"`` ones (at least half of the cohort; compiling the rest takes longer than it
-            saves in most runs), or of ``"no"`` size.
+        compiled: whether the step is compiled, once for every size of the active set; without, it
+            runs eagerly under `vmap` (captured as a graph on CUDA).
         chunk: most clients that advance together; 0 takes as many as the memory holds.
         memory: bytes that they may take; 0 is a share of what is free.
         backend: what compiles.
@@ -86,7 +84,7 @@ class CohortExecutor:
     trainer: Trainer
     population: Population
     key: Key
-    compiled: Compiled = "wide"
+    compiled: bool = True
     chunk: int = 0
     memory: int = 0
     backend: str = "inductor"
@@ -179,14 +177,16 @@ class CohortExecutor:
         progress = self._advance(progress, course, steps)
         lr_sum = course.limit.to(sent.vector.dtype) * plan.lr
         ended = Finish(progress.point.vector, course.limit.to(sent.vector.dtype), lr_sum)
-        ends = [
-            torch.func.vmap(rule.end, in_dims=(0, dims, 0))(carry, start, ended)
-            for rule, carry, (start, dims) in zip(
-                trainer.rules, progress.point.carries, starts, strict=True
-            )
-        ]
+        ends, uploaded = [], ended
+        for rule, carry, (start, dims) in zip(
+            trainer.rules, progress.point.carries, starts, strict=True
+        ):
+            axes = (0, dims, 0)
+            ends.append(torch.func.vmap(rule.end, in_dims=axes)(carry, start, ended))
+            sent_back = torch.func.vmap(rule.upload, in_dims=axes)(carry, start, uploaded)
+            uploaded = uploaded._replace(vector=sent_back)
         replies = Replies(
-            models=progress.point.vector,
+            models=uploaded.vector,
             weights=sizes.to(torch.float64),
             clients=course.clients,
             steps=course.limit.to(torch.float64),
@@ -256,8 +256,9 @@ class CohortExecutor:
                 examples=sizes.to(dtype),
                 class_counts=counts.to(dtype),
                 survey=survey(rule, shared, trainer, self.population, clients, sent),
+                buffers=sent.buffers,
             )
-            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0)))  # type: ignore[arg-type]
+            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0, None)))  # type: ignore[arg-type]
         return found
 
     def _advance(self, progress: Progress, course: Course, steps: np.ndarray) -> Progress:
@@ -281,10 +282,9 @@ class CohortExecutor:
         whole = len(progress.sums)
         shape = (width, course.rows.shape[1])
         if shape not in self._lanes:
-            compiled = self.compiled == "all" or (self.compiled == "wide" and 2 * width >= whole)
-            backend = self.backend if compiled else None
+            backend = self.backend if self.compiled else None
             self._lanes[shape] = Lane(self._one_step, self.population, backend, self._pool)
-            self.counters.compiled.update([width] if compiled else [])
+            self.counters.compiled.update([width] if self.compiled else [])
         part = self._lanes[shape].run(_first(progress, width), _first(course, width), count)
         return part if width == whole else _overlaid(part, progress, width)
 

@@ -89,7 +89,7 @@ class Examiner:
         for raw, labels in zip(
             self.inputs.split(self.chunk), self.labels.split(self.chunk), strict=True
         ):
-            inputs = self.transform(raw, None)
+            inputs = self.net.arranged(self.transform(raw, None))
             if models.is_cuda and len(models) > 1:
                 run = torch.func.vmap(lambda v, x=inputs: self.net(v, x, buffers).logits)
                 logits = run(models)

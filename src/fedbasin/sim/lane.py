@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fedbasin.core.tree import rebuild, tensors
 from fedbasin.local.step import Point
@@ -60,10 +62,11 @@ class Lane:
         pool: Any = None,
     ) -> None:
         self._data = (population.inputs, population.labels)
-        self._plain = self._step = one_step
-        if backend is not None:
-            self._step = torch.compile(one_step, dynamic=False, fullgraph=True, backend=backend)
         self._captures = population.inputs.is_cuda
+        plain: Callable[..., Any] = _in_place(one_step) if self._captures else one_step
+        self._plain = self._step = plain
+        if backend is not None:
+            self._step = torch.compile(self._plain, dynamic=False, fullgraph=True, backend=backend)
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._progress: Progress
@@ -99,14 +102,32 @@ class Lane:
         self._progress, self._course = cloned(progress), cloned(course)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles, and lets libraries choose their kernels
+        with _tuned(), torch.cuda.stream(stream):
             for _ in range(2):
+                self._progress.number.zero_()  # steps are taken in place: stay within the course
                 self._step(self._progress, self._course, *self._data)
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=self._pool):
-            after = self._step(self._progress, self._course, *self._data)
-            _copy(self._progress, after)
+        graph = torch.cuda.CUDAGraph()
+        with _tuned(), torch.cuda.graph(graph, pool=self._pool):
+            self._step(self._progress, self._course, *self._data)
+        self._graph = graph
+
+
+def _tuned() -> AbstractContextManager[None]:
+    """Let cuDNN try its kernels and keep the fastest: a lane's shapes never change."""
+    tf32 = torch.backends.cudnn.allow_tf32
+    return torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=tf32)
+
+
+def _in_place(one_step: Callable[..., Progress]) -> Callable[..., None]:
+    """Return a step that writes over the progress it is given, without a copy of its own."""
+
+    def advance(progress: Progress, course: Course, *data: Tensor) -> None:
+        after = one_step(progress, course, *data)
+        for old, new in zip(tree_leaves(progress), tree_leaves(after), strict=True):
+            old.copy_(new)
+
+    return advance
 
 
 def _copy(into: Any, values: Any) -> None:

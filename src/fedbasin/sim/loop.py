@@ -50,6 +50,10 @@ class Executor(Protocol):
         """Return what a run's summary says about the executor."""
         ...
 
+    def close(self) -> None:
+        """Let go of processes and clusters; a closed executor trains no more."""
+        return
+
 
 def client_key(key: Key, round: int, client: int) -> Key:
     """Return the randomness of one client in one round."""
@@ -57,7 +61,7 @@ def client_key(key: Key, round: int, client: int) -> Key:
 
 
 @dataclass(frozen=True)
-class LoopExecutor:
+class LoopExecutor(Executor):
     """Train clients one by one.
 
     Args:
@@ -72,7 +76,7 @@ class LoopExecutor:
 
     def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
         """Train the clients of a cohort from what the server sent."""
-        trained = [self._one(int(client), sent, plan, states) for client in cohort]
+        trained = [self.one(int(i), sent, plan, states.get(int(i))) for i in cohort]
         return gather(cohort, trained, sent.vector)
 
     def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
@@ -85,11 +89,10 @@ class LoopExecutor:
         """Name the executor."""
         return {"executor": "loop"}
 
-    def _one(self, client: int, sent: Sent, plan: Plan, states: ClientStates) -> Trained:
+    def one(self, client: int, sent: Sent, plan: Plan, own: tuple[Any, ...]) -> Trained:
+        """Train one client, given what it kept."""
         key = client_key(self.key, sent.round, client).tensor(sent.vector.device)
-        received = Received(
-            sent.vector, sent.buffers, sent.shared, states.get(client), sent.round, key
-        )
+        received = Received(sent.vector, sent.buffers, sent.shared, own, sent.round, key)
         try:
             return self.trainer.train(self.population.shard(client), received, plan)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,10 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbasin.core.archive import Archive
 from fedbasin.core.expressions import Choice
+from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Served
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import Key
+from fedbasin.core.snapshot import Snapshot, Snapshots
 from fedbasin.core.tree import count_bytes, flatten
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.sim.clients import ClientStates
@@ -60,6 +64,10 @@ class Federation:
         recalibrate: renews statistics for a model, for the policy of that name.
         evaluate_every: score every k rounds.
         evaluate_last: and in each of the last rounds.
+        client_memory: most bytes of main memory for what all clients keep between rounds.
+        client_archive: files for it beyond that.
+        snapshots: which models are kept for analyses, and where.
+        holdings: who holds what, for the record.
     """
 
     method: Method
@@ -76,13 +84,32 @@ class Federation:
     recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None
     evaluate_every: int = 1
     evaluate_last: int = 10
+    client_memory: float = math.inf
+    client_archive: Archive | None = None
+    snapshots: Snapshots | None = None
+    holdings: Holdings | None = None
 
     def begin(self) -> tuple[Server, ClientStates]:
         """Return the server and the clients before the first round."""
         vector, buffers = self.test.net.initial()
         state = self.method.init(vector, self.context)
-        states = ClientStates(self.method.rules(), vector)
+        states = ClientStates(
+            self.method.rules(),
+            vector,
+            clients=self.context.clients,
+            limit=self.client_memory,
+            archive=self.client_archive,
+        )
         return Server(0, vector, vector, buffers, state), states
+
+    def close(self) -> None:
+        """Let go of what the executor holds, such as processes."""
+        self.executor.close()
+
+    def cohort(self, round: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return who is drawn in a round, counted from 0, and who of them answers."""
+        drawn = draw_cohort(self.participation, self.eligible, self.key.fold("cohort", round))
+        return drawn, drop_out(drawn, self.dropout, self.key.fold("dropout", round))
 
     def rounds_from(
         self, server: Server, states: ClientStates
@@ -97,8 +124,7 @@ class Federation:
         now, method = server.round, self.method
         plan = method.plan(self.schedule, self.context.at(now, 0.0))
         context = self.context.at(now, plan.lr, plan)
-        drawn = draw_cohort(self.participation, self.eligible, self.key.fold("cohort", now))
-        cohort = drop_out(drawn, self.dropout, self.key.fold("dropout", now))
+        drawn, cohort = self.cohort(now)
         context = self._probed(cohort, server, context)
         shared = method.broadcast(server.state, server.send, context)
         sent = Sent(server.send, server.buffers, shared, now)
@@ -110,15 +136,17 @@ class Federation:
             bytes_down=len(drawn) * count_bytes((sent.vector, sent.buffers, shared)),
             bytes_up=count_bytes(context.probe) if context.probe is not None else 0,
         )
-        after = replace(server, round=now + 1)
+        after, replies = replace(server, round=now + 1), None
         if len(cohort):
             gathered = self.executor.train(cohort, sent, plan, states)
+            replies = gathered.replies
             trained = time.perf_counter()
             after, served = self._merge(server, gathered, context)
             record = self._merged(record, server, after, served, gathered)
-            states.put(cohort.tolist(), gathered.own)
+            states.put(cohort.tolist(), gathered.own, now)
             merged = time.perf_counter()
             record = replace(record, seconds_train=trained - began, seconds_merge=merged - trained)
+        self._keep(server, after, replies)
         record = self._scored(record, after)
         return after, replace(record, seconds=time.perf_counter() - began)
 
@@ -143,6 +171,22 @@ class Federation:
             assert self.recalibrate is not None
             buffers = self.recalibrate(served.score, buffers)
         return Server(server.round + 1, served.send, served.score, buffers, state), served
+
+    def _keep(self, before: Server, after: Server, replies: Replies | None) -> None:
+        """Store the models of a round that was asked for."""
+        if self.snapshots is None or after.round not in self.snapshots.rounds:
+            return
+        send = None if after.send is after.score else after.send
+        snapshot = Snapshot(after.round, after.score, send, after.buffers)
+        if self.snapshots.clients and replies is not None:
+            snapshot = replace(
+                snapshot,
+                start=before.send,
+                models=replies.models,
+                weights=replies.weights,
+                clients=replies.clients,
+            )
+        self.snapshots.put(snapshot)
 
     def _statistics(self, server: Server, sent_back: Tensor, replies: Replies) -> Tensor:
         """Return the statistics that go with the merged model, before any recalibration."""
@@ -197,9 +241,13 @@ class Federation:
 
 
 def notes_of(served: Served) -> dict[str, float | list[float]]:
-    """Return what the method wants recorded as plain numbers by name."""
+    """Return what the method wants recorded as plain numbers by name.
+
+    Notes of nested methods are a tuple; a note's place in it is not part of its name.
+    """
     plain: dict[str, float | list[float]] = {}
-    for name, leaf in flatten(served.notes):
+    for path, leaf in flatten(served.notes):
+        name = path.lstrip(".0123456789")
         if isinstance(leaf, Tensor):
             plain[name] = leaf.tolist()
         elif isinstance(leaf, int | float):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fedbasin.core.record import RoundRecord, RunFolder, mean_of_last
+from fedbasin.core.record import RoundRecord, RunFolder, mean_of_last, write_atomically
 from fedbasin.core.state import load, save
 from fedbasin.sim.clients import ClientStates, Kept
 from fedbasin.sim.rounds import Diverged, Federation, Server
@@ -56,6 +56,8 @@ def run(
     """
     server, states, spent = _restored(federation, folder)
     records = folder.keep_rounds(server.round)
+    if federation.holdings is not None:
+        write_atomically(folder.partition, federation.holdings.to_csv())
     began, status, reason = time.perf_counter(), "finished", None
 
     def seconds() -> float:
@@ -72,6 +74,7 @@ def run(
                 last = record.round == federation.rounds
                 if last or stopping() or record.round % checkpoint_every == 0:
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
+                    states.saved()
                     if federation.context.archive is not None:
                         federation.context.archive.sweep()
                 if stopping() and not last:
@@ -80,7 +83,7 @@ def run(
         except Diverged as error:
             status, reason = "diverged", str(error)
     summary = facts | {"status": status, "reason": reason} | _numbers(records, seconds())
-    summary |= federation.executor.facts()
+    summary |= federation.executor.facts() | {"client_states": states.where}
     folder.write_summary(summary)
     if status == "finished":
         _ship(federation, server, folder)

@@ -1,0 +1,135 @@
+"""Figure data to a picture: every panel, in colours safe for colour-blind readers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedbasin.core.figure_data import Analysis, Bars, Grid, Lines, Panel, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart by colour-blind readers; then by the style of the line.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+_STYLES = ("-", "--", "-.", ":")
+_SCALE = "cividis"  # even in lightness, and made for colour-blind readers
+
+
+def draw(analysis: Analysis, path: Path) -> Path:
+    """Draw all panels side by side, two in a row; the ending of the path says the format."""
+    from matplotlib.figure import Figure  # slow to import, and needed only here
+
+    panels, columns = analysis.panels, min(len(analysis.panels), 2)
+    rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
+    heights = [max(_height(panel) for panel in row) for row in rows]
+    figure = Figure(figsize=(6.4 * columns, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(grid[divmod(number, columns)])
+        axes.set_title(_plain(panel.title), fontsize=10, loc="left")
+        _draw_panel(figure, axes, panel)
+    figure.suptitle(_plain(analysis.title), fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _height(panel: Panel) -> float:
+    """Return the inches a panel needs."""
+    return 1 + 0.25 * len(panel.rows) if isinstance(panel, Table) else 4.4
+
+
+def _plain(text: str) -> str:
+    """Keep matplotlib from reading a name as a formula."""
+    return text.replace("$", r"\$")
+
+
+def _draw_panel(figure: Figure, axes: Axes, panel: Panel) -> None:
+    if isinstance(panel, Table):
+        _draw_table(axes, panel)
+        return
+    axes.set_xlabel(_plain(panel.x_label))
+    axes.set_ylabel(_plain(panel.y_label))
+    if isinstance(panel, Lines):
+        _draw_lines(axes, panel)
+    elif isinstance(panel, Grid):
+        _draw_grid(figure, axes, panel)
+    else:
+        _draw_bars(axes, panel)
+
+
+def _draw_lines(axes: Axes, panel: Lines) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for number, line in enumerate(panel.series):
+        colour = _COLOURS[number % len(_COLOURS)]
+        style = _STYLES[number // len(_COLOURS) % len(_STYLES)]
+        dot = "o" if len(line.x) <= 12 else ""
+        axes.plot(
+            line.x, line.y, style, marker=dot, markersize=3, color=colour, label=_plain(line.name)
+        )
+        if line.low and line.high:
+            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+    for mark in panel.marks:
+        axes.plot(mark.x, mark.y, "k*", label=_plain(mark.name))
+    positive = [y for line in panel.series for y in line.y if y > 0]
+    if panel.log_y and positive:
+        axes.set_yscale("log")
+    if panel.x_label == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    if panel.series:
+        axes.legend(fontsize="x-small")
+
+
+def _draw_grid(figure: Figure, axes: Axes, panel: Grid) -> None:
+    values = np.ma.masked_invalid(np.array(panel.values, dtype=float))
+    mesh = axes.pcolormesh(panel.x, panel.y, values, cmap=_SCALE, shading="nearest")
+    axes.set_aspect("equal")  # both axes of every grid are of one kind
+    figure.colorbar(mesh, ax=axes, label=_plain(panel.value_label))
+    spread = values.min() is not np.ma.masked and values.max() > values.min()
+    if min(values.shape) > 2 and panel.marks and spread:
+        axes.contour(panel.x, panel.y, values, levels=12, colors="white", linewidths=0.5)
+    for line in panel.paths:
+        axes.plot(line.x, line.y, "o-", color="white", markersize=3, linewidth=0.8)
+    for mark in panel.marks:
+        axes.plot(mark.x, mark.y, "o", color="white", markeredgecolor="black")
+        axes.annotate(
+            _plain(mark.name), (mark.x, mark.y), xytext=(4, 4), textcoords="offset points",
+            fontsize="x-small", bbox={"facecolor": "white", "alpha": 0.7, "pad": 1, "linewidth": 0},
+        )  # fmt: skip
+
+
+def _draw_bars(axes: Axes, panel: Bars) -> None:
+    places = np.arange(len(panel.categories))
+    width = 0.8 / max(len(panel.series), 1)
+    for number, one in enumerate(panel.series):
+        shift = (number - (len(panel.series) - 1) / 2) * width
+        colour = _COLOURS[number % len(_COLOURS)]
+        axes.bar(places + shift, one.values, width, color=colour, label=_plain(one.name))
+    few = max(1, math.ceil(len(places) / 20))
+    names = [_plain(name) for name in panel.categories[::few]]
+    axes.set_xticks(places[::few], names, rotation=45, ha="right", fontsize="x-small")
+    axes.legend(fontsize="x-small")
+
+
+def _draw_table(axes: Axes, panel: Table) -> None:
+    axes.axis("off")
+    if not panel.rows:
+        return
+    cells = [[_plain(_shown(cell)) for cell in row] for row in panel.rows]
+    drawn = axes.table(cells, colLabels=[_plain(c) for c in panel.columns], loc="upper center")
+    drawn.auto_set_font_size(False)
+    drawn.set_fontsize(7)
+    drawn.auto_set_column_width(list(range(len(panel.columns))))
+
+
+def _shown(cell: object) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)

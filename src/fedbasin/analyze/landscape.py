@@ -1,0 +1,112 @@
+r"""Loss and error on the line between two models and on the plane through three.
+
+    line     w(b) = (1 - b) w_1 + b w_2,  also beyond b in [0, 1]
+    plane    w(x, y) = w_1 + x e_1 + y e_2
+             e_1 along w_2 - w_1,  e_2 along w_3 - w_1 less its part along e_1,  |e_1| = |e_2| = 1
+
+With unit axes a distance on the plane is the distance between models. Any other model v has the
+place (<v - w_1, e_1>, <v - w_1, e_2>); the rest of v - w_1 says how far it lies off the plane.
+Zhou et al. (IMA), Figures 1, 5 and 7-10.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbasin.analyze.ground import Landscape, Scores, Tick, no_tick
+
+
+class Slice(NamedTuple):
+    """A line through the landscape."""
+
+    position: Tensor  # [M]; 0 is the first model, 1 the second
+    loss: Tensor  # [M]
+    error: Tensor  # [M]
+
+
+class Axes(NamedTuple):
+    """A plane in the space of models, float64; the axes are orthonormal."""
+
+    origin: Tensor  # [P] w_1
+    across: Tensor  # [P] e_1
+    up: Tensor  # [P] e_2
+
+    def place(self, models: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where models [M, P] lie on the plane, [M, 2], and how far off it, [M]."""
+        offset = models.double() - self.origin
+        axes = torch.stack([self.across, self.up])
+        places = offset @ axes.T
+        return places, (offset - places @ axes).norm(dim=1)
+
+
+class Plane(NamedTuple):
+    """The landscape over a rectangle of the plane through three models."""
+
+    x: Tensor  # [n] places along e_1
+    y: Tensor  # [m] places along e_2
+    loss: Tensor  # [m, n]
+    error: Tensor  # [m, n]
+    corners: Tensor  # [3, 2] places of the three models
+    others: Tensor  # [k, 2] places of other models, projected
+    off_plane: Tensor  # [k] their distances from the plane
+
+
+def line(
+    ground: Landscape, first: Tensor, second: Tensor, positions: Tensor, tick: Tick = no_tick
+) -> Slice:
+    """Measure models on the line through two models [P]."""
+    weights = torch.stack([1 - positions, positions], dim=1)
+    scores = ground.measure(weights, torch.stack([first, second]), tick)
+    return Slice(positions, *scores)
+
+
+def plane_axes(three: Tensor) -> Axes:
+    """Return the plane through three models [3, P]; two equal or three on a line have none."""
+    origin, second, third = three.double()
+    across = second - origin
+    width = across.norm()
+    up = third - origin
+    reach = up.norm()
+    if width > 0:
+        across = across / width
+        up = up - (up @ across) * across
+    if not (width > 0 and up.norm() > 1e-9 * reach):
+        raise ValueError("a plane needs three models that differ and do not lie on one line")
+    return Axes(origin, across, up / up.norm())
+
+
+def plane(
+    ground: Landscape,
+    three: Tensor,
+    others: Tensor,
+    *,
+    points: int = 25,
+    margin: float = 0.3,
+    tick: Tick = no_tick,
+) -> Plane:
+    """Measure a grid on the plane through three models.
+
+    Args:
+        ground: what to measure on.
+        three: the models [3, P].
+        others: further models [k, P] to mark, perhaps none.
+        points: grid points along each axis.
+        margin: how far the grid goes beyond the outermost of all marked models, as a share of
+            their spread.
+        tick: told of progress.
+    """
+    axes = plane_axes(three)
+    corners, _ = axes.place(three)
+    marked, off_plane = axes.place(others)
+    every = torch.cat([corners, marked])
+    low, high = every.min(0).values, every.max(0).values
+    low, high = low - margin * (high - low), high + margin * (high - low)
+    x, y = (torch.linspace(float(a), float(b), points) for a, b in zip(low, high, strict=True))
+    rows, columns = torch.meshgrid(y, x, indexing="ij")
+    weights = torch.stack([torch.ones(points**2), columns.flatten(), rows.flatten()], dim=1)
+    scores: Scores = ground.measure(weights, torch.stack(axes), tick)
+    loss, error = (part.view(points, points) for part in scores)
+    return Plane(x, y, loss, error, corners, marked, off_plane)

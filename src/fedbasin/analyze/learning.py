@@ -1,0 +1,78 @@
+r"""What a learning curve says beyond its end: no tensors, records only.
+
+smoothed     Savitzky-Golay filter, length 10, order 2                  (Zhou et al., Figure 7)
+roughness    mean |a_{t+1} - a_t| between scored rounds                 (Caldarola et al., Fig. 1)
+drop         the largest fall from one scored round to the next
+area         mean accuracy over the rounds, by the trapezium rule
+equivalent   the participation at which the reference method ends as high (WIMA, Figure 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.signal import savgol_filter
+
+from fedbasin.core.record import RoundRecord, mean_of_last, rounds_to_target
+
+
+class CurveStatistics(NamedTuple):
+    """One learning curve in numbers; None where it has none."""
+
+    rounds: np.ndarray  # [T] the scored ones
+    accuracy: np.ndarray  # [T]
+    smoothed: np.ndarray  # [T]
+    final: float | None  # mean of the last 10 rounds
+    rounds_to_target: int | None
+    roughness: float | None
+    drop: float | None
+    area: float | None
+
+
+def smooth(values: np.ndarray, length: int = 11, order: int = 2) -> np.ndarray:
+    """Return Savitzky-Golay smoothed values; a curve shorter than the filter stays as it is."""
+    if len(values) < length:
+        return values
+    filtered: np.ndarray = savgol_filter(values, length, order)
+    return filtered
+
+
+def curve_statistics(records: Sequence[RoundRecord], target: float) -> CurveStatistics:
+    """Describe the learning curve of a run's records."""
+    scored = [(r.round, r.accuracy) for r in records if r.accuracy is not None]
+    rounds = np.array([r for r, _ in scored])
+    accuracy = np.array([a for _, a in scored], dtype=float)
+    steps = np.diff(accuracy)
+    span = rounds[-1] - rounds[0] if len(rounds) > 1 else 0
+    return CurveStatistics(
+        rounds,
+        accuracy,
+        smooth(accuracy),
+        mean_of_last(records),
+        rounds_to_target(records, target),
+        float(np.abs(steps).mean()) if len(steps) else None,
+        float(max(0.0, (-steps).max())) if len(steps) else None,
+        float(np.trapezoid(accuracy, rounds) / span) if span else None,
+    )
+
+
+def participation_equivalent(
+    participation: Sequence[float], accuracy: Sequence[float], reached: float
+) -> float | None:
+    """Return the participation at which a reference method reaches an accuracy.
+
+    The reference's accuracies are joined by straight lines over its participation. None where
+    the accuracy lies above all of them; the lowest participation where it lies below the first.
+    """
+    order = np.argsort(participation)
+    clients, height = np.asarray(participation)[order], np.asarray(accuracy)[order]
+    if reached <= height[0]:
+        return float(clients[0])
+    for left in range(len(clients) - 1):
+        low, high = height[left], height[left + 1]
+        if low < reached <= high:
+            share = (reached - low) / (high - low)
+            return float(clients[left] + share * (clients[left + 1] - clients[left]))
+    return None

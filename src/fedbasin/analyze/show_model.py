@@ -1,0 +1,272 @@
+"""Analyses of single models and of records: shrinking, neurons, classes, collapse, curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbasin.analyze.classes import THIRDS, accuracy_by_class, collapse
+from fedbasin.analyze.ground import Ground
+from fedbasin.analyze.learning import CurveStatistics, curve_statistics, participation_equivalent
+from fedbasin.analyze.neurons import neuron_concentration
+from fedbasin.analyze.shrinking import histogram, pulls
+from fedbasin.analyze.subject import (
+    AnalysisError,
+    Found,
+    Options,
+    Subject,
+    Watch,
+    analysis,
+    ground_for,
+    label,
+    numbers,
+    on_device,
+    rows_note,
+)
+from fedbasin.core.figure_data import Bars, BarSeries, Cell, Line, Lines, Panel, Table
+
+_FEW = 12  # at most so many layers are drawn one by one
+
+
+@analysis(
+    "shrinking",
+    "Global weight shrinking: gamma, the two pulls, norms and parameters",
+    "Li et al. (FedLAW), Figures 2-4 and 9-11",
+)
+def show_shrinking(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
+    """Draw what FedLAW recorded, and the norm and spread of parameters of any run."""
+    gamma, terms, ratio, norms, spread = [], [], [], [], []
+    models = [subject.last_model() for subject in subjects]
+    reach = max(float(model.vector.abs().max()) for model in models)
+    notes, ratios = [], dict[str, Tensor]()
+    for subject, model in zip(subjects, models, strict=True):
+        name = label(subject, subjects)
+        every = {r.round: r.model_norm for r in subject.records if r.model_norm is not None}
+        norms.append(Line(name, numbers(list(every)), numbers(list(every.values()))))
+        found = histogram(model.vector, reach=reach)
+        middle = (found.edges[:-1] + found.edges[1:]) / 2
+        spread.append(Line(name, numbers(middle), numbers(found.share)))
+        near = f"{100 * found.near_zero:.1f} % of parameters within {reach / 100:.2g} of zero"
+        notes.append(f"{subject.name}, {model.name}: norm {found.norm:.4g}, {near}")
+        if not any("gamma" in r.notes for r in subject.records):
+            continue
+        x, (gammas, gradients, recorded) = subject.notes("gamma", "gradient_norm", "ratio")
+        before = numbers([every.get(int(round) - 1) for round in x])
+        parts = pulls(*(torch.tensor(v, dtype=torch.float64) for v in (gammas, gradients, before)))
+        gamma.append(Line(name, x, gammas))
+        terms.append(Line(f"{name}, |gamma g|", x, numbers(parts.step)))
+        terms.append(Line(f"{name}, |(1 - gamma) w|", x, numbers(parts.pull)))
+        ratio.append(Line(name, x, recorded))
+        ratios[name] = torch.tensor([r for r in recorded if np.isfinite(r)], dtype=torch.float64)
+    panels: list[Panel] = []
+    if gamma:
+        panels = [
+            Lines("gamma", "round", "gamma", tuple(gamma)),
+            Lines("the two pulls", "round", "norm", tuple(terms)),
+            Lines("ratio r", "round", "|gamma g| / |(1 - gamma) w|", tuple(ratio), log_y=True),
+            Lines("distribution of r", "r", "share of rounds", _spread_of(ratios)),
+        ]
+    panels += [
+        Lines("norm of the model", "round", "|w|", tuple(norms)),
+        Lines("parameters", "value", "share of parameters", tuple(spread), log_y=True),
+    ]
+    return Found(panels, notes)
+
+
+def _spread_of(ratios: dict[str, Tensor]) -> tuple[Line, ...]:
+    """Return the distribution of r of each run over bins they share, up to the 95 % quantile."""
+    pooled = torch.cat([*ratios.values()])
+    if not len(pooled):
+        return ()
+    edges = np.linspace(0, float(pooled.quantile(0.95)), 21)
+    middle = numbers((edges[:-1] + edges[1:]) / 2)
+    return tuple(
+        Line(name, middle, numbers(np.histogram(one, edges)[0] / max(len(one), 1)))
+        for name, one in ratios.items()
+    )
+
+
+@analysis(
+    "neurons",
+    "Neuron concentration (two reconstructions)",
+    "Li et al. (FedWCM), Figures 3-7",
+    uses=("rows",),
+)
+def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
+    """Draw both definitions over rounds, and every layer of each run."""
+    means: dict[str, list[Line]] = {"by class": [], "by mass": []}
+    panels, notes = list[Panel](), ["RECONSTRUCTION: the paper's definition is not at hand"]
+    for subject in subjects:
+        name, rounds, found = label(subject, subjects), [], []
+        tick = watch(f"neurons, {name}", len(subject.snapshots.stored()) or 1)
+        for model in subject.models():
+            ground = ground_for(subject.data.test, subject, options, model.buffers, 2000)
+            found.append(neuron_concentration(ground, on_device(model.vector, ground)))
+            rounds.append(model.round)
+            tick(1)
+        x = numbers(rounds)
+        for which, lines in means.items():
+            layers = torch.stack(
+                [one.by_class if which == "by class" else one.by_mass for one in found]
+            )
+            lines.append(Line(name, x, numbers(layers.nanmean(1))))
+            shown = found[0].layers[:_FEW]
+            curves = [Line(n, x, numbers(layers[:, i])) for i, n in enumerate(shown)]
+            title = f"{name}: concentration {which}, layers (reconstruction)"
+            panels.append(Lines(title, "round", "concentration", tuple(curves)))
+        notes.append(f"{subject.name}: {rows_note(ground, subject.data.test)}")
+    tops = [
+        Lines(
+            f"mean concentration {which} (reconstruction)", "round", "concentration", tuple(lines)
+        )
+        for which, lines in means.items()
+    ]
+    return Found([*tops, *panels], notes)
+
+
+@analysis(
+    "classes",
+    "Accuracy by class, and of head, middle and tail classes",
+    "for Li et al. (FedWCM)",
+    uses=("rows",),
+)
+def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
+    """Draw the last accuracy of each class, and the thirds over the kept rounds."""
+    bars, over_rounds, rows, notes = [], [], [], []
+    for subject in subjects:
+        name, counts = label(subject, subjects), subject.data.counts.sum(0)
+        tick = watch(f"classes, {name}", len(subject.snapshots.stored()) or 1)
+        rounds, found = [], []
+        for model in subject.models():
+            ground = ground_for(subject.data.test, subject, options, model.buffers, 0)
+            answers = ground.logits(model.vector[None])[0].argmax(1)
+            found.append(accuracy_by_class(answers, ground.labels, counts))
+            rounds.append(model.round)
+            tick(1)
+        bars.append(BarSeries(name, numbers(found[-1].accuracy)))
+        rows.append((name, *found[-1].thirds.tolist()))
+        for i, third in enumerate(THIRDS):
+            values = tuple(float(one.thirds[i]) for one in found)
+            over_rounds.append(Line(f"{name}, {third}", numbers(rounds), values))
+        notes.append(f"{subject.name}, round {rounds[-1]}: {rows_note(ground, subject.data.test)}")
+    names = subjects[0].data.class_names
+    return Found(
+        [
+            Bars("accuracy by class", "class", "accuracy", names, tuple(bars)),
+            Lines("thirds", "round", "mean accuracy of the classes", tuple(over_rounds)),
+            Table("last kept round", ("run", *THIRDS), tuple(rows)),
+        ],
+        [*notes, "thirds: classes ordered by their training rows, most first"],
+    )
+
+
+@analysis(
+    "collapse",
+    "Minority collapse: how classifier rows and features are placed",
+    "for Li et al. (FedWCM); neural collapse NC1-NC3",
+    uses=("rows",),
+)
+def show_collapse(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
+    """Draw cosines of classifier rows and features over the kept rounds."""
+    rows, align, other = [], [], []
+    for subject in subjects:
+        name, counts = label(subject, subjects), subject.data.counts.sum(0)
+        tick = watch(f"collapse, {name}", len(subject.snapshots.stored()) or 1)
+        rounds, found = [], []
+        for model in subject.models():
+            ground = ground_for(subject.data.test, subject, options, model.buffers, 0)
+            vector = on_device(model.vector, ground)
+            head, features = _head(ground, vector), _features(ground, vector)
+            found.append(collapse(head, features, ground.labels, counts))
+            rounds.append(model.round)
+            tick(1)
+        x = numbers(rounds)
+        for i, third in enumerate(THIRDS):
+            rows.append(Line(f"{name}, {third}", x, tuple(float(f.rows[i]) for f in found)))
+            align.append(Line(f"{name}, {third}", x, tuple(float(f.align[i]) for f in found)))
+        other.append(Line(f"{name}, spread (NC2)", x, tuple(f.spread for f in found)))
+        other.append(Line(f"{name}, within (NC1)", x, tuple(f.within for f in found)))
+    title = "cosine between classifier rows within a third"
+    return Found(
+        [
+            Lines(title, "round", "mean cos(a_c, a_d)", tuple(rows)),
+            Lines("classifier row and mean feature (NC3)", "round", "mean cos", tuple(align)),
+            Lines("spread of class means", "round", "NC1, NC2", tuple(other), log_y=True),
+        ],
+        ["towards 1 in the first panel: scarce classes collapse onto each other"],
+    )
+
+
+def _head(ground: Ground, vector: Tensor) -> Tensor:
+    views = ground.net.layout.views(vector)
+    found = [views[n] for n in ground.net.layout.head if views[n].dim() == 2]
+    if len(found) != 1 or len(found[0]) != ground.classes:
+        raise AnalysisError("collapse needs a network that ends in one linear layer of all classes")
+    return found[0]
+
+
+@torch.no_grad()
+def _features(ground: Ground, vector: Tensor) -> Tensor:
+    parts = []
+    for cut in ground.cuts():
+        inputs = ground.transform(ground.inputs[cut], None)
+        features = ground.net(vector, inputs, ground.buffers).features
+        if features is None:
+            raise AnalysisError("collapse needs a network with `features` and `head`")
+        parts.append(features)
+    return torch.cat(parts)
+
+
+@analysis(
+    "curves",
+    "Learning curves in numbers, and participation that ends as high",
+    "Zhou et al. (IMA), Figure 7 and Table 2; Caldarola et al. (WIMA), Figures 1 and 3",
+    uses=("target",),
+)
+def show_curves(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
+    """Describe learning curves; the first run's method is the reference for participation."""
+    found = [curve_statistics(subject.records, options.target) for subject in subjects]
+    raw, smoothed, rows = [], [], list[tuple[Cell, ...]]()
+    for subject, one in zip(subjects, found, strict=True):
+        name = label(subject, subjects)
+        raw.append(Line(name, numbers(one.rounds), numbers(one.accuracy)))
+        smoothed.append(Line(name, numbers(one.rounds), numbers(one.smoothed)))
+        rows.append((name, one.final, one.rounds_to_target, one.roughness, one.drop, one.area))
+    columns = ("run", "final", f"rounds to {options.target:g}", "roughness", "largest drop", "area")
+    panels: list[Panel] = [
+        Lines("test accuracy", "round", "accuracy", tuple(raw)),
+        Lines("smoothed (Savitzky-Golay, 11, 2)", "round", "accuracy", tuple(smoothed)),
+        Table("learning curves", columns, tuple(rows)),
+    ]
+    equal = _participation(subjects, found)
+    if equal:
+        needs = f"{subjects[0].method} needs"
+        heads = ("method", "clients a round", "final", needs, "ratio")
+        panels.append(Table("participation that ends as high", heads, tuple(equal)))
+    return Found(panels, ["final: mean of the last 10 rounds"])
+
+
+def _participation(
+    subjects: Sequence[Subject], found: Sequence[CurveStatistics]
+) -> list[tuple[Cell, ...]]:
+    """Compare every other method with the first one over the participations that it ran with."""
+    ends: dict[tuple[str, float], list[float]] = {}
+    for subject, one in zip(subjects, found, strict=True):
+        if one.final is not None:
+            cohort = round(fmean(r.replies + r.dropped for r in subject.records), 1)
+            ends.setdefault((subject.method, cohort), []).append(one.final)
+    means = {key: fmean(values) for key, values in ends.items()}
+    reference = {clients: end for (m, clients), end in means.items() if m == subjects[0].method}
+    if len(reference) < 2:
+        return []
+    rows: list[tuple[Cell, ...]] = []
+    for (method, clients), end in means.items():
+        if method != subjects[0].method:
+            needs = participation_equivalent([*reference], [*reference.values()], end)
+            more: Cell = f"more than {max(reference):g}" if needs is None else needs
+            rows.append((method, clients, end, more, None if needs is None else needs / clients))
+    return rows

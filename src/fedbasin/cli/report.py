@@ -1,0 +1,42 @@
+"""``fedbasin report``: one page, and figures for print, from the records of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+Target = Annotated[float, typer.Option(help="Accuracy for the column 'rounds to target'.")]
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders, or folders that hold some, such as runs/a.")
+    ],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    target: Target = 0.8,
+    baseline: Annotated[
+        str, typer.Option(help="The method that others are compared with, seed by seed.")
+    ] = "fedavg",
+    png: Annotated[bool, typer.Option("--png", help="Also write the figures as PNG.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Also write the figures as SVG.")] = False,
+) -> None:
+    """Write one page about some runs: table, tests, curves, clients, analyses, settings.
+
+    The page holds all it shows: it opens from disk, needs no network and can be sent to
+    anyone. --png and --svg write the same plots for a paper, beside the page.
+    """
+    from fedbasin.report.figures import write_figures
+    from fedbasin.report.page import write_page
+    from fedbasin.report.runs import find_runs, read_runs
+
+    found = read_runs(find_runs(runs))
+    written = [write_page(found, out, target=target, baseline=baseline)]
+    stem = out.with_suffix("")
+    written += write_figures(found, stem, "png") if png else []
+    written += write_figures(found, stem, "svg") if svg else []
+    lines = "\n".join(str(path) for path in written)
+    Console().print(Text(f"{len(found)} runs in\n{lines}"), soft_wrap=True)

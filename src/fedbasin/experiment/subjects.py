@@ -1,0 +1,77 @@
+"""Run folders as analyses see them: records at once, data and models when they are needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbasin import data
+from fedbasin.analyze import AnalysisError, Data, Subject
+from fedbasin.analyze.ground import Ground
+from fedbasin.core.record import RunFolder
+from fedbasin.core.snapshot import Snapshots
+from fedbasin.core.state import read
+from fedbasin.experiment.build import build, cut_rows
+from fedbasin.experiment.config import Experiment, from_mapping, read_config
+from fedbasin.sim import Examiner, Population
+
+
+def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None = None) -> Subject:
+    """Open a run folder for analysis.
+
+    Args:
+        path: the run's folder.
+        data_dir: a local mirror of the datasets.
+        device: where models are measured; as the run was configured by default.
+    """
+    folder = RunFolder(path)
+    if not folder.config.exists():
+        raise AnalysisError(f"{path} holds no run: there is no config.toml in it")
+    settings = read_config(folder.config)
+    if device is not None:
+        settings["sim"] = settings.get("sim", {}) | {"device": device}
+    experiment = from_mapping(settings)
+    return Subject(
+        name=str(path),
+        method=experiment.method,
+        seed=experiment.seed,
+        records=tuple(folder.read_rounds()),
+        snapshots=Snapshots(folder.snapshots),
+        load=lambda: _load(experiment, folder, data_dir),
+    )
+
+
+def _load(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Data:
+    federation = build(experiment, data_dir=data_dir)
+    test, net = federation.test, federation.test.net
+    dataset = data.load(experiment.data.name, data_dir=data_dir)
+    rows = cut_rows(experiment.resolved(), dataset)
+    train = rows.splits.train
+    population = Population.of(train.inputs, train.labels, rows.parts.clients, net.device)
+
+    def final() -> tuple[Tensor, Tensor]:
+        if not folder.model.exists():
+            raise AnalysisError(
+                f"{folder.path} has no final model; finish it with fedbasin resume {folder.path}"
+            )
+        named = read(folder.model)
+        layouts = (net.layout, net.buffer_layout)
+        vector, buffers = (part.flat({n: named[n] for n in part.names}) for part in layouts)  # type: ignore[misc]
+        return vector, buffers
+
+    return Data(
+        test=_ground(test, test.inputs, test.labels),
+        train=_ground(test, population.inputs, population.labels),
+        owner=torch.from_numpy(np.repeat(np.arange(len(population)), population.sizes)),
+        counts=population.class_counts(test.classes),
+        class_names=tuple(dataset.classes),
+        cohort=lambda round: federation.cohort(round - 1)[1],
+        final=final,
+    )
+
+
+def _ground(test: Examiner, inputs: Tensor, labels: Tensor) -> Ground:
+    return Ground(test.net, inputs, labels, test.transform, test.classes)

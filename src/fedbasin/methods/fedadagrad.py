@@ -1,0 +1,64 @@
+r"""FedAdagrad: Adagrad on the server.
+
+    d  = inner(w, replies) - w                     (the round's update)
+    m+ = beta1 m + (1 - beta1) d,                  m_0 = 0
+    v+ = v + d^2,                                  v_0 = tau^2 or 0
+    w+ = w + lr m+ / (sqrt(v+) + tau)              (all elementwise)
+
+v never forgets, so steps shrink with the rounds.
+
+Departures from the paper: none known. The paper asks for v_0 >= tau^2 and so is the default;
+Flower starts at v_0 = 0 (``first="zero"``) with tau = 1e-9.
+Cost: none for clients. Server: O(P) a round, two models of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.moments import First, Moments, check
+from fedbasin.methods.fedavg import FedAvg
+
+
+@entry(
+    "method",
+    paper="Reddi et al., ICLR 2021",
+    url="https://arxiv.org/abs/2003.00295",
+    is_fedavg_when={"lr": 1e12, "beta1": 0.0, "tau": 1e12, "first": "zero"},
+)
+@dataclass(frozen=True)
+class FedAdagrad(Wrapper):
+    """Adagrad on the server, over the updates of any method.
+
+    Args:
+        inner: the method that makes each round's update.
+        lr: the server's learning rate, eta.
+        beta1: memory of the mean update; 0 in the paper.
+        tau: degree of adaptivity; with lr = tau -> infinity and beta1 = 0 it is the inner method.
+        first: v_0, ``"tau"`` (tau^2, the paper) or ``"zero"``.
+    """
+
+    inner: Method = field(default_factory=FedAvg)
+    lr: float = 0.1
+    beta1: float = 0.0
+    tau: float = 1e-3
+    first: First = "tau"
+
+    def __post_init__(self) -> None:
+        check(self.lr, self.tau, beta1=self.beta1)
+
+    def begin(self, server: Tensor, context: Context) -> Moments:
+        """Start with m = 0 and v = v_0."""
+        return Moments.begin(server, self.tau, self.first)
+
+    def step(
+        self, own: Moments, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, Moments]:
+        """Take Adagrad's step."""
+        update = fresh.send - server
+        own = own.renewed(update, self.beta1, own.square + update.square())
+        return fresh.moved(server + own.step(self.lr, self.tau)), own

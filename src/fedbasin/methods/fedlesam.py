@@ -1,0 +1,62 @@
+r"""FedLESAM: sharpness-aware clients that read the way uphill off the global models they saw.
+
+    client:  e = rho (o_i - x)/|o_i - x|  all round long (0 the first time),   o_i+ = x
+             v <- v - eta g(v + e)
+    server:  w+ = sum_i p_i y_i
+
+with o_i the model that client i received when it last took part. FedLESAM-S and -D add the terms
+of SCAFFOLD and FedDyn, and the rule composes: `scaffold(local=lesam(rho=0.1))` and
+`feddyn(local=lesam(rho=0.1))`.
+
+Departures from the paper: none known. The authors' code differs from the paper: it takes one number
+of a flat vector for each whole tensor, divides by a sum of absolute values, and uses the last
+step of the server for every client; here the paper is followed.
+Cost: one model down, one up; one backward pass a step; one model on each client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.rule import LocalRule, Rules
+from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.local.sharpness import LESAM
+
+
+@entry(
+    "method",
+    paper="Fan et al., ICML 2024",
+    url="https://arxiv.org/abs/2405.18890",
+    is_fedavg_when={"rho": 0.0},
+)
+@dataclass(frozen=True)
+class FedLESAM(Method):
+    """Sharpness-aware clients whose perturbation is the way back along the global models.
+
+    Args:
+        rho: how far uphill; 0 is FedAvg.
+        weighting: p_i by ``"uniform"`` (the paper) or ``"samples"``.
+        local: further rules for the clients.
+    """
+
+    rho: float = 0.1
+    weighting: Weighting = "uniform"
+    local: Rules = ()
+
+    def __post_init__(self) -> None:
+        LESAM(self.rho)  # checks rho
+
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the perturbation."""
+        return (LESAM(self.rho),)
+
+    def aggregate(
+        self, state: tuple[()], server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, tuple[()]]:
+        """Average."""
+        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        return Served(send=mean, score=mean), state

@@ -1,0 +1,55 @@
+r"""FedSAM: FedAvg whose clients take their gradients a little way uphill.
+
+    client:  e = rho g(v)/|g(v)|,   v <- v - eta g(v + e)     (same batch, norm over all parameters)
+    server:  w+ = sum_i p_i y_i
+
+Departures from the paper: none known. `fedavg(local=sam(rho=...))` is the same.
+Cost: one model down, one up; two backward passes a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.rule import LocalRule, Rules
+from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.local.sharpness import SAM
+
+
+@entry(
+    "method",
+    paper="Qu et al., ICML 2022; Caldarola et al., ECCV 2022",
+    url="https://arxiv.org/abs/2206.02618",
+    is_fedavg_when={"rho": 0.0},
+)
+@dataclass(frozen=True)
+class FedSAM(Method):
+    """FedAvg with sharpness-aware clients.
+
+    Args:
+        rho: how far uphill; 0 is FedAvg, 0.1 is usual.
+        weighting: p_i by ``"samples"`` or ``"uniform"``.
+        local: further rules for the clients.
+    """
+
+    rho: float = 0.1
+    weighting: Weighting = "samples"
+    local: Rules = ()
+
+    def __post_init__(self) -> None:
+        SAM(self.rho)  # checks rho
+
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the perturbation."""
+        return (SAM(self.rho),)
+
+    def aggregate(
+        self, state: tuple[()], server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, tuple[()]]:
+        """Average."""
+        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        return Served(send=mean, score=mean), state

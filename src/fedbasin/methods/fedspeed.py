@@ -1,0 +1,94 @@
+r"""FedSpeed: FedDyn's duals on a gradient taken a little way uphill, and amended uploads.
+
+    client:  g1 = g(v),  g2 = g(v + rho g1/|g1|)              (same batch)
+             v <- v - eta ((1 - a) g1 + a g2 - q_i + (v - x)/lambda)
+             q_i+ = q_i - (y_i - x)/lambda
+    server:  w+ = sum_i p_i (y_i - lambda q_i+)                             ("paper")
+             w+ = sum_i p_i y_i - lambda 1/N sum over ALL clients of q_i+   ("release")
+
+Clients of the "paper" send y_i - lambda q_i+ in place of y_i. The "release" server is FedDyn's, so
+`fedspeed(server="release")` is `feddyn(alpha=1/lambda, local=sam(rho, share=a), score="server")`.
+The two agree when all clients take part. Kept as r_i = -lambda q_i, see `local/duals.py`.
+
+Departures from the paper: none known. The paper's full text was not at hand; the client's rule and
+both servers follow public code, which agrees on them.
+Cost: one model down, one up; two backward passes a step; one model on each client ("release": one
+on the server too).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.rule import LocalRule, Rules
+from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.local.duals import Duals, mean_drift
+from fedbasin.local.sharpness import SAM
+
+
+@dataclass(frozen=True)
+class FedSpeedState:
+    """What the server remembers."""
+
+    drift: Tensor | None  # [P] mean of all r_i for the "release" server
+
+
+@entry(
+    "method",
+    paper="Sun et al., ICLR 2023",
+    url="https://arxiv.org/abs/2302.10429",
+    is_fedavg_when="never: its first round has the proximal pull",
+)
+@dataclass(frozen=True)
+class FedSpeed(Method):
+    """Sharpness-aware clients with duals, whose uploads are amended by them.
+
+    Args:
+        rho: how far uphill.
+        lam: lambda; the pull towards x is 1/lambda.
+        share: a, the share of the uphill gradient; 1 in the authors' code.
+        server: ``"paper"`` (mean of amended uploads) or ``"release"`` (FedDyn's server).
+        weighting: p_i by ``"uniform"`` (the paper) or ``"samples"``.
+        local: further rules for the clients.
+    """
+
+    rho: float = 0.1
+    lam: float = 10.0
+    share: float = 1.0
+    server: Literal["paper", "release"] = "paper"
+    weighting: Weighting = "uniform"
+    local: Rules = ()
+
+    def __post_init__(self) -> None:
+        SAM(self.rho, self.share)  # checks both
+        if not 0 < self.lam < math.inf:
+            raise ValueError(f"lam must be above 0, got {self.lam}")
+
+    def init(self, server: Tensor, context: Context) -> FedSpeedState:
+        """Start with r_i = 0 for all clients."""
+        return FedSpeedState(torch.zeros_like(server) if self.server == "release" else None)
+
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the duals and, inside them, the perturbation."""
+        return (
+            Duals(1 / self.lam, amended=self.server == "paper"),
+            SAM(self.rho, self.share),
+        )
+
+    def aggregate(
+        self, state: FedSpeedState, server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, FedSpeedState]:
+        """Average the uploads; the release then shifts by the mean drift of all clients."""
+        model = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        if state.drift is None:
+            return Served(model, model), state
+        drift = mean_drift(state.drift, server, replies, context.clients)
+        model = model + drift
+        return Served(model, model), FedSpeedState(drift)

@@ -1,0 +1,73 @@
+r"""FedYogi: Yogi on the server, Adam with a second moment that moves by a bounded step.
+
+    d  = inner(w, replies) - w                             (the round's update)
+    m+ = beta1 m + (1 - beta1) d,                          m_0 = 0
+    v+ = v - (1 - beta2) d^2 sign(v - d^2),                v_0 = tau^2 or 0
+    w+ = w + lr m+ / (sqrt(v+) + tau)                      (all elementwise)
+
+From v = 0 the first step is Adam's. v stays positive in exact arithmetic; rounding is clamped.
+
+Departures from the paper: none known. The paper asks for v_0 >= tau^2 and so is the default;
+FedIMA's code and Flower start at v_0 = 0 (``first="zero"``); see `fedadam` for the combination
+with averaging.
+Cost: none for clients. Server: O(P) a round, two models of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.moments import First, Moments, check, restarts
+from fedbasin.methods.fedavg import FedAvg
+
+
+@entry(
+    "method",
+    paper="Reddi et al., ICLR 2021",
+    url="https://arxiv.org/abs/2003.00295",
+    is_fedavg_when={"lr": 1e12, "beta1": 0.0, "tau": 1e12, "first": "zero"},
+)
+@dataclass(frozen=True)
+class FedYogi(Wrapper):
+    """Yogi on the server, over the updates of any method.
+
+    Args:
+        inner: the method that makes each round's update.
+        lr: the server's learning rate, eta.
+        beta1: memory of the mean update.
+        beta2: 1 - beta2 is how fast v follows the square of the update.
+        tau: degree of adaptivity; with lr = tau -> infinity and beta1 = 0 it is the inner method.
+        first: v_0, ``"tau"`` (tau^2, the paper) or ``"zero"``.
+        restart: share of the rounds after which m and v start anew; 1 never.
+    """
+
+    inner: Method = field(default_factory=FedAvg)
+    lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+    first: First = "tau"
+    restart: float = 1.0
+
+    def __post_init__(self) -> None:
+        check(self.lr, self.tau, self.restart, beta1=self.beta1, beta2=self.beta2)
+
+    def begin(self, server: Tensor, context: Context) -> Moments:
+        """Start with m = 0 and v = v_0."""
+        return Moments.begin(server, self.tau, self.first)
+
+    def step(
+        self, own: Moments, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, Moments]:
+        """Take Yogi's step."""
+        if restarts(context, self.restart):
+            own = self.begin(server, context)
+        update = fresh.send - server
+        seen = update.square()
+        square = own.square - (1 - self.beta2) * seen * (own.square - seen).sign()
+        own = own.renewed(update, self.beta1, square.clamp(min=0))
+        return fresh.moved(server + own.step(self.lr, self.tau)), own

@@ -1,0 +1,151 @@
+r"""MIME: clients imitate the server's optimiser, with its state frozen and their drift removed.
+
+    phase 1: the cohort sends full-batch gradients at w;  C = sum_i p_i grad f_i(w)
+    client:  G = g(v) - g(x) + C                       (both on the same batch and dropout mask)
+             v <- v - eta ((1 - beta) G + beta M)      (M is not touched during local steps)
+    server:  w+ = w + eta_s sum_i p_i (y_i - x),       M+ = (1 - beta) C + beta M,   M_0 = 0
+
+`momentum` is beta: 0 is MIME SGD, above it is MIME SGDm. At v = x every batch gives G = C, so one
+local step is a step of gradient descent on the cohort's objective whatever the batch.
+
+What to watch. This is the paper's damped momentum. Code with U = G + beta M (torch, optax, fedjax)
+needs eta (1 - beta) in place of ours: a learning rate copied from there is 10 times off at 0.9.
+
+Departures from the paper: the full gradient is taken without augmentation and dropout, and weight
+decay is in neither G nor M but added by the local optimiser. Clients drop out before phase 1 or
+not at all.
+Cost: three models down (w, M, C; two without momentum), two up (gradient, y_i), in two messages;
+two backward passes a step and one more pass over the data; one model on the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.net import Net
+from fedbasin.core.rule import Gradient, LocalRule, Rules, Setting, Start
+from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
+from fedbasin.local.step import other_loss
+
+
+class CohortGradient(NamedTuple):
+    """What the server sends after phase 1."""
+
+    mean: Tensor  # [P] C
+
+
+class Recentring(NamedTuple):
+    """What the rule carries through the steps."""
+
+    anchor: Tensor  # [P] x
+    mean: Tensor  # [P] C
+
+
+@dataclass(frozen=True)
+class Recentred(LocalRule):
+    """Replace the batch's gradient at x by the cohort's: g(v) - g(x) + C."""
+
+    def begin(self, start: Start, net: Net) -> Recentring:
+        """Remember where the round started."""
+        return Recentring(start.vector, start.shared.mean)
+
+    def direction(
+        self, carry: Recentring, vector: Tensor, gradient: Gradient
+    ) -> tuple[Tensor, Recentring]:
+        """Take both gradients of this batch; the first counts for loss and statistics."""
+        here = gradient(vector)
+        return here - gradient(carry.anchor) + carry.mean, carry
+
+
+@dataclass(frozen=True)
+class MimeState:
+    """What the server remembers."""
+
+    momentum: Tensor  # [P] M
+
+
+class MimeNotes(NamedTuple):
+    """What a round leaves in the record."""
+
+    gradient_norm: Tensor  # |C|
+
+
+@entry(
+    "method",
+    paper="Karimireddy et al., NeurIPS 2021",
+    url="https://arxiv.org/abs/2008.03606",
+    is_fedavg_when="never: every step is recentred on the cohort's gradient",
+    down=3.0,
+    up=2.0,
+)
+@dataclass(frozen=True)
+class Mime(Method):
+    """Clients take the server's momentum steps, recentred on the cohort's gradient.
+
+    Args:
+        momentum: beta in [0, 1); 0 is MIME SGD (two models down).
+        server_lr: eta_s, the server's step along the mean update.
+        weighting: p_i by ``"uniform"`` (the paper) or ``"samples"``.
+        local: further rules for the clients.
+    """
+
+    momentum: float = 0.9
+    server_lr: float = 1.0
+    weighting: Weighting = "uniform"
+    local: Rules = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if not self.server_lr > 0:
+            raise ValueError(f"server_lr must be above 0, got {self.server_lr}")
+
+    @property
+    def probes(self) -> bool:
+        """Phase 1."""
+        return True
+
+    def init(self, server: Tensor, context: Context) -> MimeState:
+        """Start with M = 0."""
+        return MimeState(torch.zeros_like(server))
+
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the momentum, where there is any, around the recentred gradient."""
+        return (ClientMomentum(), Recentred()) if self.momentum else (Recentred(),)
+
+    def own_broadcast(self, state: MimeState, server: Tensor, context: Context) -> tuple[Any, ...]:
+        """Send M and C beside the model."""
+        sent = CohortGradient(self._gradient(server, context))
+        if not self.momentum:
+            return (sent,)
+        return SharedMomentum(state.momentum, server.new_tensor(1 - self.momentum)), sent
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Name a second momentum and a second loss."""
+        yield from super().cautions(setting)
+        yield from frozen_momentum(setting)
+        yield from other_loss(self.rules())
+
+    def aggregate(
+        self, state: MimeState, server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, MimeState]:
+        """Step along the mean update, and renew the momentum from the gradients of phase 1."""
+        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
+        gradient = self._gradient(server, context)
+        momentum = (1 - self.momentum) * gradient + self.momentum * state.momentum
+        return Served(model, model, MimeNotes(gradient.norm())), MimeState(momentum)
+
+    def _gradient(self, server: Tensor, context: Context) -> Tensor:
+        """Return C; zero in a round to which no client comes."""
+        if context.probe is None:
+            return torch.zeros_like(server)
+        return weighted_mean(context.probe.gradients, shares(context.probe.weights, self.weighting))

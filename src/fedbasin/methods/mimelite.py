@@ -1,0 +1,128 @@
+r"""MIMELite: clients take the server's momentum steps with its state frozen, in one message.
+
+    client:  v <- v - eta ((1 - beta) g(v) + beta M)       (M is not touched during local steps)
+             sends the full-batch gradient at x beside y_i
+    server:  w+ = w + eta_s sum_i p_i (y_i - x)
+             M+ = (1 - beta) sum_i p_i grad f_i(x) + beta M,   M_0 = 0
+
+MIME without the recentred gradient, so nothing has to be known before training. FedCM differs in
+M: there it comes from the clients' displacements, which hold M itself, here from gradients at x.
+
+What to watch. This is the paper's damped momentum; see `mime.py` on copied learning rates.
+
+Departures from the paper: as MIME's on augmentation, dropout and weight decay.
+Cost: two models down (w, M), two up (y_i, gradient); one more pass over the client's data; one
+model on the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.rule import Finish, LocalRule, Look, Rules, Setting, Start
+from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
+from fedbasin.local.step import other_loss, summed_gradient
+
+
+class FullGradient(NamedTuple):
+    """A gradient over all rows of a client: summed in the survey, the mean in the report."""
+
+    gradient: Tensor  # [P]
+
+
+@dataclass(frozen=True)
+class ReportGradient(LocalRule):
+    """Send the full-batch gradient at the received model."""
+
+    surveys: ClassVar[bool] = True
+
+    def survey(self, look: Look) -> FullGradient:
+        """Sum the gradients of all rows."""
+        return FullGradient(summed_gradient(look))
+
+    def end(self, carry: Any, start: Start, finish: Finish) -> tuple[Any, FullGradient]:
+        """Report their mean."""
+        return (), FullGradient(start.survey.gradient / start.examples)
+
+
+@dataclass(frozen=True)
+class MimeLiteState:
+    """What the server remembers."""
+
+    momentum: Tensor  # [P] M
+
+
+class MimeLiteNotes(NamedTuple):
+    """What a round leaves in the record."""
+
+    gradient_norm: Tensor  # |sum_i p_i grad f_i(x)|
+
+
+@entry(
+    "method",
+    paper="Karimireddy et al., NeurIPS 2021",
+    url="https://arxiv.org/abs/2008.03606",
+    is_fedavg_when={"momentum": 0.0, "server_lr": 1.0},
+    down=2.0,
+    up=2.0,
+)
+@dataclass(frozen=True)
+class MimeLite(Method):
+    """Clients take the server's momentum steps; its momentum comes from full gradients.
+
+    Args:
+        momentum: beta in [0, 1); 0 is FedAvg.
+        server_lr: eta_s, the server's step along the mean update.
+        weighting: p_i by ``"uniform"`` (the paper) or ``"samples"``.
+        local: further rules for the clients.
+    """
+
+    momentum: float = 0.9
+    server_lr: float = 1.0
+    weighting: Weighting = "uniform"
+    local: Rules = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if not self.server_lr > 0:
+            raise ValueError(f"server_lr must be above 0, got {self.server_lr}")
+
+    def init(self, server: Tensor, context: Context) -> MimeLiteState:
+        """Start with M = 0."""
+        return MimeLiteState(torch.zeros_like(server))
+
+    def own_rules(self) -> tuple[LocalRule, ...]:
+        """Return the momentum, and the report of the gradient."""
+        return (ClientMomentum(), ReportGradient())
+
+    def own_broadcast(
+        self, state: MimeLiteState, server: Tensor, context: Context
+    ) -> tuple[Any, ...]:
+        """Send M beside the model."""
+        return SharedMomentum(state.momentum, server.new_tensor(1 - self.momentum)), ()
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Name a second momentum and a second loss."""
+        yield from super().cautions(setting)
+        yield from frozen_momentum(setting)
+        yield from other_loss(self.rules())
+
+    def aggregate(
+        self, state: MimeLiteState, server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, MimeLiteState]:
+        """Step along the mean update, and renew the momentum from the reported gradients."""
+        share = shares(replies.weights, self.weighting)
+        mean = weighted_mean(replies.models, share)
+        model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
+        gradient = weighted_mean(replies.reports[1].gradient, share)
+        momentum = (1 - self.momentum) * gradient + self.momentum * state.momentum
+        return Served(model, model, MimeLiteNotes(gradient.norm())), MimeLiteState(momentum)

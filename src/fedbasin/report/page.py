@@ -1,0 +1,235 @@
+"""Runs to one page: everything it needs is inside, so it opens anywhere and asks no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from fedbasin.core.figure_data import Analysis
+from fedbasin.core.record import write_atomically
+from fedbasin.core.settings import write_value
+from fedbasin.report.chart_data import chart_data
+from fedbasin.report.curves import COLOURS
+from fedbasin.report.paired import Difference, least_ratio
+from fedbasin.report.reproduce import recipes
+from fedbasin.report.runs import Run, shared_facts, telling_settings, title_of
+from fedbasin.report.table import Row, by_label, cells, differences, summarise
+
+_SCRIPTS = ("d3-7.9.0.min.js", "plot-0.6.17.umd.min.js", "page.js")
+_MADE_WITH = ("python", "device", "executor", "commit")
+_DASHES = ("", "6 3", "8 3 2 3", "2 3")  # curves.STYLES, as SVG writes them
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table of methods, written for people."""
+
+    row: Row
+    accuracy: str
+    rounds: str
+    difference: str
+    p: str
+    better: str
+    moved: str
+    colour: str
+    dash: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """An analysis, and the folder it was found in."""
+
+    place: str
+    analysis: Analysis
+
+
+def write_page(
+    runs: Sequence[Run], path: Path, *, target: float = 0.8, baseline: str = "fedavg"
+) -> Path:
+    """Write the report of some runs.
+
+    Args:
+        runs: what `read_runs` gives.
+        path: the page.
+        target: accuracy for the column "rounds to target".
+        baseline: the method the others are compared with.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, render(runs, target=target, baseline=baseline))
+    return path
+
+
+def render(runs: Sequence[Run], *, target: float, baseline: str) -> str:
+    """Return the page; every text from a run folder is escaped by the template engine."""
+    lines = _lines(runs, target, baseline)
+    analyses = _analyses(runs)
+    scripts = [_asset(name) for name in _SCRIPTS]
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(_asset),
+    )
+    environment.filters |= {"size": say_bytes, "percent": _percent, "cell": _cell, "number": _cell}
+    pairs, differing = _pairs(runs, baseline), telling_settings(runs)
+    return environment.get_template("page.html").render(
+        title=title_of(runs),
+        facts=shared_facts(runs),
+        runs=runs,
+        lines=lines,
+        target=target,
+        baseline=baseline,
+        compared=sum(line.difference != "" for line in lines),
+        pairs=pairs,
+        ratio=least_ratio(pairs[0]) if pairs and pairs[0] > 1 else None,
+        analyses=analyses,
+        differing=differing,
+        settings=_settings(runs, differing),
+        environment=_environment(runs),
+        recipes=[(recipe, _download(recipe.settings)) for recipe in recipes(runs)],
+        problems=[problem for run in runs for problem in run.problems],
+        data=chart_data(
+            runs,
+            [(line.row.method, line.colour, line.dash) for line in lines],
+            [found.analysis for found in analyses],
+        ),
+        smoothest=max(2, min(50, max(len(run.records) for run in runs) // 2)),
+        style=Markup(_asset("page.css")),
+        scripts=[Markup(script) for script in scripts],
+        policy=_policy(scripts),
+        licences=Markup(_asset("LICENSES.txt")),
+    )
+
+
+def _asset(name: str) -> str:
+    return (resources.files("fedbasin.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """Let the browser run the page's own scripts, by their hashes, and fetch nothing at all."""
+    digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _download(text: str) -> str:
+    return "data:application/toml;base64," + base64.b64encode(text.encode()).decode()
+
+
+def _lines(runs: Sequence[Run], target: float, baseline: str) -> list[Line]:
+    gaps = differences(runs, baseline)
+    lines = []
+    for number, row in enumerate(summarise(runs, target)):
+        _, accuracy, rounds, _, _ = cells(row)
+        gap = gaps[row.method]
+        lines.append(
+            Line(
+                row=row,
+                accuracy=accuracy,
+                rounds=rounds,
+                difference=_say_difference(gap),
+                p="" if gap is None or gap.p is None else _say_p(gap.p),
+                better="" if gap is None else f"{gap.better} of {gap.pairs}",
+                moved=say_bytes(row.bytes_moved),
+                colour=COLOURS[number % len(COLOURS)],
+                dash=_DASHES[number // len(COLOURS) % len(_DASHES)],
+            )
+        )
+    return lines
+
+
+def _say_difference(gap: Difference | None) -> str:
+    if gap is None:
+        return ""
+    said = f"{100 * gap.mean:+.2f}"
+    if gap.low is not None and gap.high is not None:
+        said += f" [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]"
+    return said.replace("-", "\N{MINUS SIGN}")
+
+
+def _say_p(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def _pairs(runs: Sequence[Run], baseline: str) -> list[int]:
+    """Return the numbers of pairs that differences are made of."""
+    found = differences(runs, baseline).values()
+    return sorted({gap.pairs for gap in found if gap is not None})
+
+
+def _percent(share: Any) -> str:
+    return f"{100 * share:.2f}" if isinstance(share, int | float) else "-"
+
+
+def _cell(value: Any) -> str:
+    if value is None or value != value:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def say_bytes(amount: Any) -> str:
+    """Write an amount of data with three digits: 15.4 MB."""
+    if not isinstance(amount, int | float):
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 999.5:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} TB"
+
+
+def _analyses(runs: Sequence[Run]) -> list[Found]:
+    """Return the analyses, each once; one made from several runs may lie in all of them."""
+    found: dict[str, Found] = {}
+    for run in runs:
+        for analysis in run.analyses:
+            text = analysis.to_json()
+            before = found.get(text)
+            place = f"{run.label}, seed {run.seed}"
+            found[text] = (
+                replace(before, place=f"{before.place}; {place}")
+                if before
+                else Found(place, analysis)
+            )
+    return list(found.values())
+
+
+def _settings(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each method with its values of some settings."""
+    return [
+        (label, [_say_setting(members[0].settings.get(name)) for name in names])
+        for label, members in by_label(runs).items()
+    ]
+
+
+def _say_setting(value: Any) -> str:
+    return "not set" if value is None else write_value(value)
+
+
+def _environment(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, int]]]]:
+    """Return what the runs were made with: each fact's values, and how many runs have them."""
+    table: dict[str, dict[str, int]] = {}
+    for run in runs:
+        versions = run.summary.get("versions")
+        facts = dict(versions) if isinstance(versions, dict) else {}
+        facts |= {name: run.summary.get(name) for name in _MADE_WITH}
+        for name, value in facts.items():
+            if value is not None:
+                counts = table.setdefault(str(name), {})
+                counts[str(value)] = counts.get(str(value), 0) + 1
+    memory = [run.summary.get("peak_memory_bytes") for run in runs]
+    if known := [size for size in memory if isinstance(size, int)]:
+        table["peak memory"] = {f"{say_bytes(max(known))} at most": len(known)}
+    return [(name, list(counts.items())) for name, counts in table.items()]

@@ -1,0 +1,163 @@
+"""Run folders to what a report speaks of: records, settings, what clients hold, analyses."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fedbasin.core.figure_data import Analysis, FigureDataError
+from fedbasin.core.holdings import Holdings
+from fedbasin.core.record import RecordError, RoundRecord, RunFolder
+from fedbasin.core.settings import flatten, write_value
+
+# Settings that change no result.
+_NO_EFFECT = ("sim.checkpoint_every", "snapshots.")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run: what it was and how it went."""
+
+    label: str  # the method, with those settings that tell runs of this report apart
+    seed: int
+    records: tuple[RoundRecord, ...]
+    seconds: float
+    status: str = "finished"
+    path: Path = Path()
+    method: str = ""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # flat: "local.lr"
+    holdings: Holdings | None = None
+    analyses: tuple[Analysis, ...] = ()
+    problems: tuple[str, ...] = ()  # files of the folder that could not be read
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Return the run folders among and below the given folders, each once."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        if (path / "summary.json").exists() or (path / "config.toml").exists():
+            found[path] = None
+            continue
+        below = sorted(file.parent for file in path.rglob("summary.json"))
+        if not below:
+            raise RecordError(f"{path} is no run folder and holds none: there is no summary.json")
+        found |= dict.fromkeys(below)
+    return list(found)
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read run folders and tell runs of the same method with other settings apart."""
+    runs = [_read(path) for path in paths]
+    telling = telling_settings(runs)
+    named = [replace(run, label=_label(run, telling)) for run in runs]
+    places: dict[tuple[str, int], Path] = {}
+    for run in named:
+        other = places.setdefault((run.label, run.seed), run.path)
+        if other is not run.path:
+            raise RecordError(
+                f"{other} and {run.path} are both {run.label} with seed {run.seed}; a report "
+                "counts a seed once, leave one of them out"
+            )
+    return named
+
+
+def telling_settings(runs: Sequence[Run]) -> list[str]:
+    """Return the settings, beside method and seed, in which runs differ and results may."""
+    ignored = {"method", "seed"} | ({"partition.seed"} if partition_follows_seed(runs) else set())
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    return [
+        name
+        for name in names
+        if name not in ignored
+        and not name.startswith(_NO_EFFECT)
+        and any(run.settings.get(name) != runs[0].settings.get(name) for run in runs)
+    ]
+
+
+def partition_follows_seed(runs: Sequence[Run]) -> bool:
+    """Say whether every run dealt its rows by its own seed."""
+    return all(run.settings.get("partition.seed") == run.settings.get("seed") for run in runs)
+
+
+def title_of(runs: Sequence[Run]) -> str:
+    """Say what the runs share: the data and how it is split."""
+    shared = [fact for name, fact in shared_facts(runs) if name in ("dataset", "partition")]
+    return ", ".join(shared) or f"{len(runs)} runs"
+
+
+def shared_facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Return what a reader wants to know first, where it is the same for all runs."""
+    names = ("dataset", "partition", "clients", "model", "rounds")
+    found = []
+    for name in names:
+        values = {str(run.summary.get(name, "")) for run in runs}
+        if len(values) == 1 and (value := values.pop()):
+            found.append((name, value))
+    return found
+
+
+def shared_holdings(runs: Sequence[Run]) -> list[tuple[str, Holdings]]:
+    """Return who holds what, once for all runs that share it, and say which runs these are."""
+    shared: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        if run.holdings is not None:
+            key = (run.holdings.classes, run.holdings.counts.tobytes())
+            shared.setdefault(key, []).append(run)
+    several = len({run.settings.get("partition.how") for run in runs}) > 1
+    found = []
+    for members in shared.values():
+        seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in members}))
+        how = f"{members[0].settings.get('partition.how')}, " if several else ""
+        assert members[0].holdings is not None
+        found.append((f"{how}seed {seeds}", members[0].holdings))
+    return found
+
+
+def _label(run: Run, telling: Sequence[str]) -> str:
+    said = [
+        f"{name} = {write_value(run.settings[name])}" for name in telling if name in run.settings
+    ]
+    return ", ".join([run.method, *said])
+
+
+def _read(path: Path) -> Run:
+    folder = RunFolder(path)
+    summary, problems = folder.read_summary(), []
+    seed, seconds = summary.get("seed", 0), summary.get("seconds", 0.0)
+    if not isinstance(seed, int) or not isinstance(seconds, int | float):
+        raise RecordError(f"{folder.summary}: seed and seconds must be numbers")
+    settings: dict[str, Any] = {}
+    holdings, analyses = None, []
+    try:
+        if folder.config.exists():
+            settings = flatten(tomllib.loads(folder.config.read_text(encoding="utf-8")))
+    except ValueError as error:
+        problems.append(f"{folder.config} is not TOML: {error}")
+    try:
+        holdings = Holdings.read(folder.partition) if folder.partition.exists() else None
+    except RecordError as error:
+        problems.append(str(error))
+    for file in sorted(folder.analysis.glob("*.json")):
+        try:
+            analyses.append(Analysis.from_json(file.read_text(encoding="utf-8")))
+        except (FigureDataError, UnicodeDecodeError) as error:
+            problems.append(f"{file}: {error}")
+    method = str(summary.get("method", path.name))
+    return Run(
+        label=method,
+        seed=seed,
+        records=tuple(folder.read_rounds()),
+        seconds=float(seconds),
+        status=str(summary.get("status", "finished")),
+        path=path,
+        method=method,
+        summary=summary,
+        settings=settings,
+        holdings=holdings,
+        analyses=tuple(analyses),
+        problems=tuple(problems),
+    )

@@ -1,0 +1,398 @@
+"""Every analysis on real runs: what it says equals what the records and models say."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedbasin import Experiment, LocalConfig, PartitionConfig, SimConfig, SnapshotConfig, build, run
+from fedbasin.analyze import CATALOGUE, AnalysisError, Options, find
+from fedbasin.analyze.draw import draw
+from fedbasin.analyze.subject import label, resolve
+from fedbasin.cli import app, main
+from fedbasin.cli.analyze import read_groups
+from fedbasin.core.figure_data import (
+    Analysis,
+    Bars,
+    BarSeries,
+    Grid,
+    Line,
+    Lines,
+    Mark,
+    Table,
+)
+from fedbasin.core.snapshot import Snapshots
+from fedbasin.experiment.config import DataConfig
+from fedbasin.experiment.subjects import open_subject
+
+BASE = Experiment(
+    model="mlp(widths=(8,))",
+    rounds=4,
+    data=DataConfig(proxy_per_class=3, imbalance=0.3),
+    partition=PartitionConfig(how="dirichlet(alpha=0.5, minimum=2)", clients=6),
+    local=LocalConfig(lr=0.2, batch=32),
+    sim=SimConfig(participation="fraction(rate=1)"),
+    snapshots=SnapshotConfig(every=2, clients=True),
+)
+METHODS = {
+    "fedavg": "fedavg",
+    "fedlaw": "fedlaw(epochs=5)",
+    "fedcda": "fedcda(warmup=1)",
+    "wima": "wima(fedavg, window=2)",
+}
+RUNS_OF = {
+    "selection": ["fedcda"],
+    "pearson": ["fedlaw"],
+    "shrinking": ["fedavg", "fedlaw"],
+    "decomposition": ["fedavg", "again"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    home = tmp_path_factory.mktemp("runs")
+    for name, method in METHODS.items():
+        run(replace(BASE, method=method), home / name)
+    fixed = replace(BASE.partition, seed=0)
+    run(replace(BASE, seed=1, partition=fixed), home / "again")
+    few = replace(BASE.sim, participation="count(clients=2)", dropout=0.4)
+    run(replace(BASE, method="fedlaw(epochs=2)", sim=few), home / "few")
+    run(replace(BASE, snapshots=SnapshotConfig()), home / "bare")
+    return home
+
+
+def subjects(home, *names):
+    return [open_subject(home / name) for name in names]
+
+
+def panel(found, title):
+    return next(p for p in found.panels if p.title == title)
+
+
+def series(found, title, name):
+    return next(s for s in panel(found, title).series if s.name == name)
+
+
+@pytest.mark.parametrize("name", sorted(CATALOGUE))
+def test_every_analysis_runs_and_goes_through_json(name, runs):
+    chosen = subjects(runs, *RUNS_OF.get(name, ["fedavg", "fedlaw"]))
+    ticks = []
+    entry = find(name)
+    options = Options(points=5, rows=50 if "rows" in entry.uses and name != "collapse" else None)
+    found = entry(chosen, options, lambda what, total: ticks.append)
+    assert found.panels and found.name == name and len(found.runs) == len(chosen)
+    again = Analysis.from_json(found.to_json())
+    assert again.to_json() == found.to_json()
+    lines = [s for p in found.panels if p.kind == "lines" for s in p.series]
+    assert all(len(line.x) for line in lines)
+    assert all(np.isfinite(line.x).all() for line in lines)
+
+
+def test_every_analysis_is_documented_and_named_in_the_listing():
+    page = (Path(__file__).parents[2] / "docs" / "analyses.md").read_text()
+    for name, entry in CATALOGUE.items():
+        assert f"`{name}`" in page, f"docs/analyses.md does not speak of {name}"
+        assert set(entry.uses) <= set(Options.__dataclass_fields__)
+
+
+def test_the_ends_of_a_line_score_what_the_records_say(runs):
+    """At 0 and 1 the line is at models whose accuracy and loss the run has recorded."""
+    (subject,) = subjects(runs, "fedavg")
+    found = find("line")([subject], Options(points=3, margin=0, rows=0))
+    loss = series(found, "test loss", "test loss")
+    error = series(found, "test error", "test error")
+    for place, number in ((0, 2), (2, 4)):
+        record = subject.records[number - 1]
+        assert loss.y[place] == pytest.approx(record.loss, rel=1e-5)
+        assert error.y[place] == pytest.approx(1 - record.accuracy)
+
+
+def test_two_runs_make_a_line_between_their_last_models(runs):
+    found = find("line")(subjects(runs, "fedavg", "bare"), Options(points=2, margin=0, rows=0))
+    assert "0 is 1/score:last, 1 is 2/final" in found.panels[0].x_label
+    first, last = found.panels[0].series[0].y
+    assert first == pytest.approx(last)  # the same run, with and without snapshots
+    with pytest.raises(AnalysisError, match="a line needs two"):
+        find("line")(subjects(runs, "bare"))
+    with pytest.raises(AnalysisError, match="two --models, got 1"):
+        find("line")(subjects(runs, "fedavg"), Options(models=("final",)))
+
+
+def test_a_plane_marks_clients_their_mean_and_others_where_they_are(runs):
+    (subject,) = subjects(runs, "fedavg")
+    found = find("plane")([subject], Options(points=4, rows=30))
+    grid = panel(found, "test loss")
+    assert [m.name for m in grid.marks] == ["client0:4", "client1:4", "client2:4", "mean:4"]
+    shot = subject.snapshots.get(4)
+    apart = float((shot.models[0] - shot.models[1]).norm())
+    assert (grid.marks[0].x, grid.marks[0].y) == pytest.approx((0, 0))
+    assert (grid.marks[1].x, grid.marks[1].y) == pytest.approx((apart, 0), abs=1e-5)
+    (averaged,) = subjects(runs, "wima")
+    marks = panel(find("plane")([averaged], Options(points=2, rows=30)), "test loss").marks
+    assert [m.name for m in marks][-2:] == ["mean:4", "score:4"]
+    with pytest.raises(AnalysisError, match="at least three"):
+        find("plane")([subject], Options(models=("score:2", "score:4")))
+    with pytest.raises(AnalysisError, match="keeps models of 0 rounds"):
+        find("plane")(subjects(runs, "bare"))
+
+
+def test_names_of_models_mean_what_they_say(runs):
+    both = subjects(runs, "fedavg", "wima")
+    shot = Snapshots(runs / "wima" / "snapshots").get(4)
+    assert torch.equal(resolve(both, "2/score:4").vector, shot.score)
+    assert torch.equal(resolve(both, "2/send:last").vector, shot.send)
+    assert torch.equal(resolve(both, "2/start:4").vector, shot.start)
+    assert torch.equal(resolve(both, "2/client3:4").vector, shot.models[3])
+    share = (shot.weights / shot.weights.sum()).float()
+    torch.testing.assert_close(resolve(both, "2/mean:4").vector, share @ shot.models)
+    torch.testing.assert_close(resolve(both, "2/final").vector, shot.score)
+    for wrong, words in {
+        "score": "cannot read",
+        "score:3": "keeps rounds 2, 4",
+        "3/score:4": "2 runs",
+        "0/final": "2 runs",
+        "client9:4": r"\[0, 1, 2, 3, 4, 5\]",
+    }.items():
+        with pytest.raises(AnalysisError, match=words):
+            resolve(both, wrong)
+    with pytest.raises(AnalysisError, match="keeps no models"):
+        resolve(subjects(runs, "bare"), "score:4")
+
+
+def test_decomposition_adds_up_and_names_its_draws(runs):
+    both = subjects(runs, "fedavg", "again")
+    found = find("decomposition")(both, Options(rows=60))
+    title = "factors of the squared error"
+    parts = ("train bias", "heter bias", "cross", "variance", "covariance")
+    total = np.sum([series(found, title, part).y for part in parts], axis=0)
+    np.testing.assert_allclose(total, series(found, title, "ensemble loss").y, rtol=1e-12)
+    assert series(found, title, "train bias").x == (2, 4)
+    assert min(series(found, title, "variance").y) > 0 and "2 draws" in found.notes[1]
+    own = series(found, "bias of client models", "own rows (TrainBias)").y
+    others = series(found, "bias of client models", "others' rows (HeterBias)").y
+    assert max(own) < min(others)  # label skew: clients know their own rows best
+    alone = find("decomposition")(both[:1], Options(rows=60))
+    assert max(series(alone, title, "variance").y) == 0 and "one draw" in alone.notes[1]
+    late = find("decomposition")(both[:1], Options(rows=60, draws=2))
+    assert series(late, title, "variance").x == (4,)
+    with pytest.raises(AnalysisError, match="same clients"):
+        find("decomposition")(subjects(runs, "fedavg", "few"), Options(rows=60))
+
+
+def test_the_two_pulls_have_the_ratio_that_fedlaw_recorded(runs):
+    (subject,) = subjects(runs, "fedlaw")
+    found = find("shrinking")([subject])
+    step = np.array(series(found, "the two pulls", "fedlaw(epochs=5), |gamma g|").y)
+    pull = np.array(series(found, "the two pulls", "fedlaw(epochs=5), |(1 - gamma) w|").y)
+    recorded = np.array(series(found, "ratio r", "fedlaw(epochs=5)").y)
+    known = np.isfinite(recorded) & np.isfinite(pull)
+    assert known.sum() >= 2 and np.isnan(pull[0])  # the initial model's norm is not recorded
+    np.testing.assert_allclose((step / pull)[known], recorded[known], rtol=1e-3)
+    shares = panel(found, "parameters").series[0].y
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_learnt_weights_are_matched_with_the_cohorts_that_sent_them(runs):
+    """With clients that drop out, the ids are those of snapshots, drawn again from the seed."""
+    (subject,) = subjects(runs, "few")
+    for round in (2, 4):
+        kept = subject.snapshots.get(round)
+        if kept.clients is not None:
+            assert subject.data.cohort(round).tolist() == kept.clients.tolist()
+    assert any(subject.snapshots.get(round).clients is not None for round in (2, 4))
+    (full,) = subjects(runs, "fedlaw")
+    ((_, size, _, _, clients),) = find("pearson")([full]).panels[0].rows
+    lambdas = sum(np.array(r.notes["lambdas"]) for r in full.records)
+    sizes = full.data.counts.sum(1).numpy()
+    assert clients == 6 and size == pytest.approx(np.corrcoef(lambdas, sizes)[0, 1])
+
+
+def test_coherence_weighs_by_learnt_lambdas_where_there_are_some(runs):
+    (subject,) = subjects(runs, "fedlaw")
+    found = find("coherence")([subject], Options(groups=(frozenset({0, 1}), frozenset({2}))))
+    shot, lambdas = subject.snapshots.get(4), subject.records[3].notes["lambdas"]
+    g = (shot.start - shot.models).double().numpy()
+    total = 0.0
+    for i in range(6):
+        for j in range(6):
+            if i != j:
+                cosine = g[i] @ g[j] / np.linalg.norm(g[i]) / np.linalg.norm(g[j])
+                total += lambdas[i] * lambdas[j] * cosine / 6
+    assert found.panels[0].series[0].y[-1] == pytest.approx(total)
+    names = [s.name.removeprefix("fedlaw(epochs=5), ") for s in panel(found, "groups").series]
+    assert names == ["group 1", "group 1 with 2", "group 2"]
+
+
+def test_classes_agree_with_the_summary(runs):
+    (subject,) = subjects(runs, "bare")
+    found = find("classes")([subject])
+    recorded = subject.records[-1].accuracy_per_class
+    assert found.panels[0].series[0].values == pytest.approx(recorded)
+    assert found.panels[0].categories == tuple(str(d) for d in range(10))
+    ((_, head, _, tail),) = found.panels[2].rows
+    counts = subject.data.counts.sum(0).numpy()
+    order = np.argsort(-counts, kind="stable")
+    assert head == pytest.approx(np.mean([recorded[c] for c in order[:4]]))
+    assert tail == pytest.approx(np.mean([recorded[c] for c in order[7:]]))
+
+
+def test_weights_stay_on_three_clients_that_took_part(runs):
+    (subject,) = subjects(runs, "fedavg")
+    options = Options(points=3, rows=40, models=("client5", "client1", "client2"))
+    found = find("weights")([subject], options)
+    assert "client 5" in found.panels[0].x_label
+    best = [s.y for s in panel(found, "best weights").series]
+    assert np.sum(best, axis=0) == pytest.approx([1, 1])
+    shot = subject.snapshots.get(4)
+    share = shot.weights[[5, 1, 2]] / shot.weights[[5, 1, 2]].sum()
+    mark = found.panels[0].marks[0]
+    assert (mark.x, mark.y) == pytest.approx((float(share[0]), float(share[1])))
+    with pytest.raises(AnalysisError, match="no round in which clients"):
+        find("weights")([subject], Options(models=("client0", "client1", "client9")))
+    with pytest.raises(AnalysisError, match="weights takes clients"):
+        find("weights")([subject], Options(models=("score:2",)))
+
+
+def test_participation_is_compared_with_the_first_methods_runs(runs):
+    chosen = subjects(runs, "fedavg", "fedlaw", "bare")
+    few = [replace(r, replies=3, dropped=0) for r in chosen[2].records]
+    low = [replace(r, accuracy=0.0) if r.accuracy is not None else r for r in few]
+    chosen[2] = replace(chosen[2], records=tuple(low))
+    equal = panel(find("curves")(chosen, Options(target=0.1)), "participation that ends as high")
+    assert equal.rows[0][:2] == ("fedlaw(epochs=5)", 6.0)
+    without = find("curves")(subjects(runs, "fedavg", "fedlaw"))
+    assert [p.title for p in without.panels][-1] == "learning curves"
+
+
+def test_runs_that_lack_what_is_needed_are_told_what_to_set(runs):
+    for name, words in {
+        "coherence": "snapshots.clients=true",
+        "locality": "snapshots.every=10",
+        "selection": "records no divergence",
+        "pearson": "records no lambdas",
+    }.items():
+        with pytest.raises(AnalysisError, match=words):
+            find(name)(subjects(runs, "bare"))
+    with pytest.raises(AnalysisError, match="plane"):
+        find("plain")
+    with pytest.raises(AnalysisError, match="--points must be at least 2"):
+        Options(points=1)
+
+
+def test_labels_tell_runs_apart(runs):
+    one = subjects(runs, "fedavg", "again", "fedlaw")
+    assert [label(s, one) for s in one] == ["fedavg, seed 0", "fedavg, seed 1", "fedlaw(epochs=5)"]
+    same = subjects(runs, "fedavg", "bare")
+    assert label(same[1], same).endswith("bare")
+
+
+def test_the_command_writes_four_files_that_open(runs, tmp_path):
+    runner = CliRunner()
+    line = ["analyze", "curves", str(runs / "fedavg"), str(runs / "wima"), "--out", str(tmp_path)]
+    result = runner.invoke(app, [*line, "--target", "0.3", "--tag", "a_1"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "roughness" in result.output and "curves-a_1.json" in result.output
+    names = {f"curves-a_1.{ending}" for ending in ("json", "csv", "png", "svg")}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    found = Analysis.from_json((tmp_path / "curves-a_1.json").read_text())
+    assert found.runs == (str(runs / "fedavg"), str(runs / "wima"))
+    table = pandas.read_csv(tmp_path / "curves-a_1.csv")
+    recorded = pandas.read_json(runs / "fedavg" / "rounds.jsonl", lines=True)["accuracy"]
+    mine = table[(table.panel == "test accuracy") & (table.series == "fedavg")]
+    assert mine["value"].astype(float).tolist() == pytest.approx(recorded.tolist())
+    assert (tmp_path / "curves-a_1.png").read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in (tmp_path / "curves-a_1.svg").read_text()
+    listing = runner.invoke(app, ["analyze"], env={"COLUMNS": "200"})
+    assert all(name in listing.output for name in CATALOGUE)
+
+
+def test_odd_panels_are_drawn_as_they_are(tmp_path):
+    """Text that looks like a formula, numbers that do not exist, and nothing at all."""
+    odd, nan = "a $x_ {\\frac <b>", float("nan")
+    panels = (
+        Lines(
+            odd, odd, odd, (Line(odd, (1.0, 2.0), (nan, -1.0), (0.0, nan), (1.0, 1.0)),), (), True
+        ),
+        Lines("empty", "round", "y", ()),
+        Grid(
+            "flat",
+            "x",
+            "y",
+            "v",
+            (0.0, 1.0, 2.0),
+            (0.0, 1.0, 2.0),
+            ((1.0,) * 3,) * 3,
+            (Mark(odd, 0.0, 0.0),),
+            (Line("p", (0.0,), (1.0,)),),
+        ),
+        Grid(
+            "void",
+            "x",
+            "y",
+            "v",
+            (0.0, 1.0, 2.0),
+            (0.0, 1.0, 2.0),
+            ((nan,) * 3,) * 3,
+            (Mark("m", 0.0, 0.0),),
+        ),
+        Bars(odd, "c", "y", tuple(map(str, range(50))), (BarSeries(odd, (nan,) * 50),)),
+        Table("none", ("a", "b"), ()),
+        Table(odd, (odd, "b"), ((odd, None), ("x", 0.5))),
+    )
+    for count in range(1, len(panels) + 1):
+        found = Analysis("n", odd, "s", (), panels[:count])
+        assert draw(found, tmp_path / "deep" / f"{count}.png").stat().st_size > 500
+
+
+def test_results_lie_in_the_first_runs_folder(runs):
+    line = ["analyze", "plane", str(runs / "fedlaw"), "--points", "3", "--rows", "20"]
+    result = CliRunner().invoke(app, line, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    found = json.loads((runs / "fedlaw" / "analysis" / "plane.json").read_text())
+    assert len(found["panels"][0]["x"]) == 3 and "20 of" in found["notes"][0]
+    names = {path.name for path in (runs / "fedlaw" / "analysis").iterdir()}
+    assert names == {"plane.json", "plane.csv", "plane.png", "plane.svg"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plain", "RUN"], "plane"),
+        (["plane"], "run folder"),
+        (["plane", "nowhere"], "nowhere holds no run"),
+        (["plane", "RUN", "--target", "0.5"], "does not use --target; it takes --models"),
+        (["locality", "RUN", "--rows", "5"], "none of these options"),
+        (["plane", "RUN", "--tag", "../x"], "--tag"),
+        (["coherence", "RUN", "--groups", "a-b"], "0-9,10-19"),
+        (["plane", "RUN", "--points", "1"], "--points must be at least 2"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words, runs, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    given = [str(runs / "bare") if word == "RUN" else word for word in arguments]
+    monkeypatch.setattr("sys.argv", ["fedbasin", "analyze", *given])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    message = capsys.readouterr().err
+    assert stop.value.code == 1 and message.startswith("error:")
+    assert re.search(words, message.replace("\n", " "))
+    assert not (runs / "bare" / "analysis").exists() and not list(tmp_path.iterdir())
+
+
+def test_groups_of_clients_are_read():
+    assert read_groups("0-2,7") == (frozenset({0, 1, 2}), frozenset({7}))
+    assert read_groups("0+3+5-6") == (frozenset({0, 3, 5, 6}),)
+
+
+def test_training_rows_belong_to_the_clients_that_hold_them(runs):
+    (subject,) = subjects(runs, "fedavg")
+    population = build(BASE).executor.population
+    held = subject.data.train.labels[subject.data.owner == 2]
+    assert torch.equal(held, population.shard(2).labels)
+    assert torch.equal(subject.data.counts, population.class_counts(10))

@@ -1,0 +1,51 @@
+import tomllib
+
+import numpy as np
+import pandas
+import pytest
+
+from fedbasin.core.holdings import Holdings
+from fedbasin.core.record import RecordError
+from fedbasin.core.settings import flatten, nest, write_toml
+
+NAMES = ("cat", 'say "hi", a\nb', "<script>", "\r")
+COUNTS = np.array([[1, 0, 2, 0], [0, 0, 0, 0], [3, 4, 5, 6]])
+
+
+def test_what_clients_hold_goes_to_a_file_and_back(tmp_path):
+    path = tmp_path / "partition.csv"
+    path.write_bytes(Holdings(NAMES, COUNTS).to_csv().encode())
+    found = Holdings.read(path)
+    assert found.classes == NAMES and found.counts.tolist() == COUNTS.tolist()
+    table = pandas.read_csv(path)
+    assert table["rows"].tolist() == [3, 0, 18] and table["client"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "client,rows,a\n0,1\n",
+        "client,rows,a\n0,1,x\n",
+        "a,b,c\n0,1,1\n",
+        "client,rows,a\n0,1,-1\n",
+    ],
+)
+def test_another_table_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "partition.csv"
+    path.write_text(text)
+    with pytest.raises(RecordError, match=r"partition\.csv .*remove it"):
+        Holdings.read(path)
+
+
+def test_settings_read_back_as_they_were_written():
+    settings = {
+        "method": 'a "quoted" \\ name\nand\x7f é <b>',
+        "rounds": 3,
+        "local": {"lr": 1e-5, "nesterov": True, "decay": 0.0},
+        "snapshots": {"rounds": [1, 2]},
+    }
+    assert tomllib.loads(write_toml(settings)) == settings
+    flat = flatten(settings)
+    assert flat["local.lr"] == 1e-5 and flat["rounds"] == 3
+    assert nest(flat) == settings

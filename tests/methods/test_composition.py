@@ -1,0 +1,121 @@
+"""Every wrapper of the catalogue over every base: runs, resumes to the same bits, is neutral.
+
+The matrix is made from cards, so a method that is added later is in it.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import fedbasin.methods
+from fedbasin import Experiment, run
+from fedbasin.core.catalogue import CATALOGUE, cards
+from fedbasin.core.expressions import text
+from fedbasin.core.method import Plan, Wrapper
+from fedbasin.core.record import RunFolder
+from fedbasin.core.state import load, same, save
+from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
+from fedbasin.testing import toy_federation
+
+assert fedbasin.methods
+CARDS = cards("method")
+WRAPPERS = [card.name for card in CARDS if issubclass(card.make, Wrapper)]
+BASES = [card.name for card in CARDS if not issubclass(card.make, Wrapper)]
+ROUNDS = 3
+
+
+def quick(name, **arguments):
+    """A method whose server does no more passes over its data than it must."""
+    few = {
+        p.name: 2
+        for p in CATALOGUE[name].parameters
+        if p.name.endswith(("epochs", "steps")) and isinstance(p.default, int) and p.default > 2
+    }
+    return CATALOGUE[name].make(**few | arguments)
+
+
+def federation(method):
+    """Two clients and one step a round: the toy federation at its cheapest."""
+    toy = toy_federation(method, rounds=ROUNDS, participation="count(clients=2)")
+    return replace(
+        toy, schedule=lambda t: Plan(0.3, None, 1), evaluate_every=ROUNDS, evaluate_last=0
+    )
+
+
+def servers(made):
+    return [after for after, _ in made.rounds_from(*made.begin())]
+
+
+@cache
+def inner_alone(name):
+    return servers(federation(quick(name)))
+
+
+def stopped_and_whole(method, file):
+    """Run all rounds, and write a checkpoint after the first on the way."""
+    made = federation(method)
+    server, states = made.begin()
+    whole = []
+    for after, _ in made.rounds_from(server, states):
+        whole.append(after)
+        if after.round == 1:
+            save(file, (after, states.kept()))
+        assert torch.isfinite(after.send).all() and torch.isfinite(after.score).all()
+    return made, whole
+
+
+def check_resuming(method, file):
+    """After the first round everything goes through a file, as a run that was stopped does."""
+    made, whole = stopped_and_whole(method, file)
+    fresh, states = made.begin()
+    server, kept = load(file, (fresh, states.kept()))
+    states.restore(kept)
+    assert server.round == 1
+    for after, _ in made.rounds_from(server, states):
+        assert same(after, whole[after.round - 1]), f"{text(method)} resumes to another model"
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_over_a_base(wrapper, base, tmp_path):
+    method = quick(wrapper, inner=quick(base))
+    check_resuming(method, tmp_path / "state.safetensors")
+    neutral = CATALOGUE[wrapper].is_fedavg_when
+    if isinstance(neutral, str):
+        return
+    ours = servers(federation(replace(method, **neutral)))
+    for mine, theirs in zip(ours, inner_alone(base), strict=True):
+        torch.testing.assert_close(mine.send, theirs.send, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(mine.score, theirs.score, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("place", range(len(WRAPPERS)))
+def test_a_wrapper_over_a_wrapper(place, tmp_path):
+    """Each wrapper around the next one of the catalogue, and that around a base with memory."""
+    outer, inner = WRAPPERS[place], WRAPPERS[(place + 1) % len(WRAPPERS)]
+    method = quick(outer, inner=quick(inner, inner=quick("scaffold")))
+    check_resuming(method, tmp_path / "state.safetensors")
+    assert method.base == quick("scaffold")
+
+
+DIGITS = Experiment(
+    model="mlp(widths=(16,))",
+    rounds=ROUNDS,
+    data=DataConfig(proxy_per_class=3),
+    partition=PartitionConfig(how="dirichlet(alpha=0.3, minimum=2)", clients=6),
+    local=LocalConfig(lr=0.2, batch=32),
+    sim=SimConfig(participation="fraction(rate=0.5)", executor="loop"),
+)
+
+
+@pytest.mark.parametrize("base", ["fedavg", "scaffold"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_runs_on_digits(wrapper, base, tmp_path):
+    method = quick(wrapper, inner=quick(base))
+    summary = run(replace(DIGITS, method=text(method)), tmp_path / "run")
+    assert summary["status"] == "finished" and summary["method"] == text(method)
+    records = RunFolder(tmp_path / "run").read_rounds()
+    assert [record.round for record in records] == [1, 2, 3]
+    assert all(0 <= record.accuracy <= 1 and record.update_norm > 0 for record in records)
