@@ -194,6 +194,8 @@ def test_the_hash_is_of_what_can_change_a_result():
     cell = table.rows[0], table.columns[0]
     here = experiment_of(table, *cell, seed=0)
     assert fingerprint(here) == fingerprint(experiment_of(table, *cell, seed=0, device="cpu"))
+    kept = replace(here, snapshots=replace(here.snapshots, every=5))
+    assert fingerprint(here) == fingerprint(kept)
     other = replace(here, local=replace(here.local, lr=0.02))
     assert len({fingerprint(e) for e in (here, other, replace(here, seed=1))}) == 3
     assert fingerprint(here) != fingerprint(replace(here, sim=replace(here.sim, precision="fp64")))

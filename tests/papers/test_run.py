@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,9 +15,9 @@ from typer.testing import CliRunner
 from fedbasin.cli import app
 from fedbasin.core.record import RunFolder
 from fedbasin.experiment import run
-from fedbasin.papers import load_table, table_names, tasks_of
+from fedbasin.papers import load_table, reason, table_names, tasks_of
 from fedbasin.papers.results import read
-from fedbasin.papers.tables import read_table
+from fedbasin.papers.tables import read_table, select
 
 TOML = """
 title = "a table"
@@ -168,3 +173,25 @@ def test_a_row_read_off_the_broadcast_model_is_its_method_without_wima(row, tmp_
     # In the first round the window holds one model, which is the broadcast one.
     plain, sent = (each[1:] for each in scores.values())
     assert plain == sent and len(plain) == 3
+
+
+def test_the_list_of_gpu_commands_names_cells_that_can_run(tmp_path):
+    script = Path(__file__).parents[2] / "benchmarks" / "evidence" / "papers_gpu.sh"
+    told = tmp_path / "commands.jsonl"
+    fake = tmp_path / "fedbasin"
+    fake.write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        f"open({str(told)!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+    )
+    fake.chmod(0o755)
+    parts = ["first", "ima", "law", "wima", "wcm", "cda", "more"]
+    environment = {**os.environ, "FEDBASIN": str(fake)}
+    subprocess.run([script, "r.jsonl", *parts], env=environment, check=True, capture_output=True)
+    commands = [json.loads(line) for line in told.read_text().splitlines()]
+    assert len(commands) > 20
+    for _, _, name, *options in commands:
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        table = load_table(name)
+        rows = select(table.rows, given.get("--rows", "*"), name)
+        columns = select(table.columns, given.get("--columns", "*"), name)
+        assert not any(reason(table, row, column) for row in rows for column in columns)

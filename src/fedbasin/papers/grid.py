@@ -17,16 +17,20 @@ from fedbasin.core.expressions import ExpressionError, parse
 from fedbasin.experiment import Experiment, from_mapping
 from fedbasin.papers.tables import Axis, PaperError, Table
 
-# Settings that say where and how fast to compute, not what.
-_MACHINE = {
-    "address",
-    "checkpoint_every",
-    "chunk",
-    "compile",
-    "device",
-    "executor",
-    "memory",
-    "workers",
+# Settings that say where, how fast and what to keep, not what is computed.
+_NO_MATTER = {
+    "sim.address",
+    "sim.checkpoint_every",
+    "sim.chunk",
+    "sim.client_memory",
+    "sim.compile",
+    "sim.device",
+    "sim.executor",
+    "sim.memory",
+    "sim.workers",
+    "snapshots.clients",
+    "snapshots.every",
+    "snapshots.rounds",
 }
 
 
@@ -63,20 +67,20 @@ class Task:
 
 def fingerprint(experiment: Experiment) -> str:
     """Hash the settings that differ from the defaults, so that a new setting changes no hash."""
-
-    def changed(now: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-        found = {}
-        for key, value in now.items():
-            if isinstance(value, Mapping):
-                found[key] = changed(value, default[key])
-            elif value != default[key]:
-                found[key] = value
-        return found
-
-    settings = changed(asdict(experiment.resolved()), asdict(Experiment()))
-    settings["sim"] = {k: v for k, v in settings["sim"].items() if k not in _MACHINE}
-    written = json.dumps(settings, sort_keys=True)
+    now, default = _flat(asdict(experiment.resolved())), _flat(asdict(Experiment()))
+    changed = {k: v for k, v in now.items() if v != default[k] and k not in _NO_MATTER}
+    written = json.dumps(changed, sort_keys=True)
     return hashlib.blake2b(written.encode(), digest_size=8).hexdigest()
+
+
+def _flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = value
+    return found
 
 
 def method_of(table: Table, row: Axis, column: Axis) -> str:
