@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import stdev
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from fedbasin.core.record import RoundRecord
 from fedbasin.papers import PaperError, Result, lines_of, load_table, table_names
 from fedbasin.papers.grid import experiment_of, fingerprint, tasks_of
 from fedbasin.papers.page import page
-from fedbasin.papers.results import append, fresh, parse, read, score_of, shipped
+from fedbasin.papers.results import append, data_share, fresh, parse, read, score_of, shipped
 from fedbasin.papers.tables import Score, read_table
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,7 +52,7 @@ def line(row, column, seed, score, rounds=100, table=TABLE, **more):
     given = {
         "table": table.name, "row": row, "column": column, "seed": seed, "score": score,
         "measure": "accuracy", "rounds": rounds, "full_rounds": 100, "status": "finished",
-        "config": fingerprint(experiment), "command": "fedbasin", "commit": None,
+        "data_share": 1.0, "config": fingerprint(experiment), "command": "fedbasin", "commit": None,
         "device": "cpu", "versions": {"torch": "2"}, "seconds": 1.0,
     }  # fmt: skip
     return Result(**(given | more))
@@ -127,6 +128,18 @@ def test_reduced_runs_are_marked_and_never_judged():
     found = shown(line("scaffold", "a", 0, 60.0, rounds=10))
     assert found.ours == "60.00 (1 seed), reduced: 10 of 100 rounds"
     assert found.verdict == "reduced"
+
+
+def test_a_part_of_the_data_is_marked_and_never_judged():
+    found = shown(line("scaffold", "a", 0, 60.0, data_share=0.5))
+    assert (found.ours, found.verdict) == ("60.00 (1 seed), on 50% of the data", "other data")
+
+
+def test_the_share_of_the_data_is_of_what_was_published(monkeypatch):
+    half = SimpleNamespace(train=range(25_000), test=range(5_000))
+    monkeypatch.setattr("fedbasin.data.load", lambda name, data_dir: half)
+    assert data_share("cifar100") == 0.5
+    assert data_share("hf:some/images") == 1  # nothing is known of it
 
 
 def test_full_length_runs_stand_before_reduced_ones():

@@ -80,6 +80,7 @@ def test_equal_cells_run_once_and_each_has_its_line(invoke, tmp_path):
     assert plain.config == averaged.config and plain.seconds > 0
     assert plain.command == ("fedbasin paper run x/table1 --rows fedavg --columns digits --seeds 0")
     assert {"torch", "numpy", "python"} <= set(plain.versions) and plain.device.startswith("cpu")
+    assert plain.data_share == 1 and not plain.reduced
     records = RunFolder(tmp_path / "runs/papers" / plain.config).read_rounds()[-2:]
     assert plain.score == pytest.approx(50 * sum(r.accuracy_send for r in records), abs=1e-4)
     assert averaged.score == pytest.approx(50 * sum(r.accuracy for r in records), abs=1e-4)

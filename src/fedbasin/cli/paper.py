@@ -102,7 +102,7 @@ def run(
         console.print(Text(f"cannot run {shown}: {why}", style="yellow"), soft_wrap=True)
     if not tasks:
         raise ValueError(f"{name}: none of the cells asked for can be run here")
-    grid = Runs(tuple(tasks), out, results or out / "results.jsonl")
+    grid = Runs(tuple(tasks), out, results or out / "results.jsonl", data_dir)
     waiting = grid.waiting()
     console.print(
         Text(f"{len(tasks)} results asked for, {len(waiting)} runs to do, in {out}"), soft_wrap=True
@@ -135,7 +135,8 @@ def show(
     """Show paper and ours side by side: difference, and gain over the baseline of both.
 
     A verdict is near (within 3 points), gain (the direction and at least half of the gain) or
-    missed. Runs of fewer rounds than the paper's are marked reduced and get no verdict.
+    missed. Runs of fewer rounds than the paper's, or on a part of its data, are marked and get no
+    verdict.
     """
     from fedbasin.papers import load_table, table_names
     from fedbasin.papers.page import page

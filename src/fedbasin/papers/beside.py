@@ -131,8 +131,10 @@ def _ours(ours: Ours | None, digits: int) -> str:
         text += f", {diverged} diverged"
     if missing > 0 and scores:
         text += f", {missing} without a score"
+    first = ours.results[0]
+    if any(result.partial for result in ours.results):
+        text += f", on {min(r.data_share for r in ours.results):.0%} of the data"
     if ours.reduced:
-        first = ours.results[0]
         text += f", reduced: {first.rounds} of {first.full_rounds} rounds"
     return text
 
@@ -156,6 +158,8 @@ def _verdict(
         return "-"
     if ours.reduced:
         return "reduced"
+    if any(result.partial for result in ours.results):
+        return "other data"
     if difference is None and gain_paper is None:
         return "-"
     if difference is not None and abs(difference) <= NEAR:

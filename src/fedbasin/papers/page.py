@@ -19,7 +19,8 @@ the result beside the paper's. A line for each cell and seed that was run, with 
 device and versions, is in `src/fedbasin/papers/results/`.
 
 - **ours** is the mean over seeds, ± the standard deviation. A run of fewer rounds than the paper's
-  is marked *reduced*; it is no repetition of the paper's number and gets no verdict.
+  is marked *reduced*, one on a part of the published data with its share; neither repeats the
+  paper's number, so neither gets a verdict.
 - **gain** is over the baseline: the row or column that the cell is compared with in its paper.
 - **verdict**: *near* is within 3 points of the paper; *gain* is the direction and at least half of
   the gain; else *missed*.

@@ -16,8 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, get_type_hints
 
+from fedbasin import data
 from fedbasin.core.expressions import fit, is_fit, type_name
 from fedbasin.core.record import RoundRecord, RunFolder, rounds_to_target
+from fedbasin.data.sources import SOURCES
 from fedbasin.papers.grid import Task, experiment_of, fingerprint
 from fedbasin.papers.tables import PaperError, Score, Table, paper_names
 
@@ -34,6 +36,7 @@ class Result:
     measure: str
     rounds: int
     full_rounds: int
+    data_share: float  # rows of the dataset at hand over those that were published
     status: str
     config: str
     command: str
@@ -46,6 +49,11 @@ class Result:
     def reduced(self) -> bool:
         """Whether it ran for fewer rounds than the paper."""
         return self.rounds < self.full_rounds
+
+    @property
+    def partial(self) -> bool:
+        """Whether the data at hand was but a part of what was published."""
+        return self.data_share < 0.99
 
     @property
     def key(self) -> tuple[str, str, str, int, int, str]:
@@ -74,7 +82,14 @@ def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
     return 100 * fmean(scored) if scored else None
 
 
-def result_of(task: Task, path: Path) -> Result:
+def data_share(name: str, data_dir: Path | None = None) -> float:
+    """Return how much of a published dataset is at hand; a data folder may hold less of it."""
+    published = max((sum(source.rows or (0, 0)) for source in SOURCES.get(name, ())), default=0)
+    dataset = data.load(name, data_dir=data_dir)
+    return round((len(dataset.train) + len(dataset.test)) / published, 4) if published else 1.0
+
+
+def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
     """Return the line of a run that is over."""
     folder = RunFolder(path)
     summary = folder.read_summary()
@@ -88,6 +103,7 @@ def result_of(task: Task, path: Path) -> Result:
         measure=score.text,
         rounds=task.experiment.rounds,
         full_rounds=task.full_rounds,
+        data_share=data_share(task.experiment.data.name, data_dir),
         status=str(summary.get("status")),
         config=task.config,
         command=task.command,

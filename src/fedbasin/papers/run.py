@@ -22,11 +22,13 @@ class Grid:
         tasks: what is asked for.
         out: where run folders lie.
         results: the file that lines are added to.
+        data_dir: a local mirror of the datasets.
     """
 
     tasks: tuple[Task, ...]
     out: Path
     results: Path
+    data_dir: Path | None = None
     failures: dict[str, str] = field(default_factory=dict)
 
     def waiting(self) -> list[Cell]:
@@ -35,7 +37,7 @@ class Grid:
         for task in self.tasks:
             path = task.folder(self.out)
             if over(path):
-                append(self.results, result_of(task, path))
+                append(self.results, result_of(task, path, self.data_dir))
             else:
                 cells.setdefault(path, _cell(task, path))
         return list(cells.values())
@@ -48,7 +50,7 @@ class Grid:
             if isinstance(outcome, Exception):
                 self.failures[task.command] = f"{type(outcome).__name__}: {outcome}"
             else:
-                append(self.results, result_of(task, cell.path))
+                append(self.results, result_of(task, cell.path, self.data_dir))
 
     def lines(self, read: Callable[[Path], Iterable[Result]]) -> list[Result]:
         """Return the lines that belong to the tasks."""
