@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedbasin.core.record import RoundRecord
+from fedbasin.experiment import Experiment
 from fedbasin.papers import PaperError, Result, lines_of, load_table, table_names
 from fedbasin.papers.grid import experiment_of, fingerprint, tasks_of
 from fedbasin.papers.page import page
@@ -108,6 +110,7 @@ def test_a_line_shows_mean_spread_difference_and_paired_gains():
         (56.9, 52.0, "missed, no reason yet"),
         (45.0, 46.0, "missed, no reason yet"),
         (70.0, 40.0, "gain"),
+        (40.0, 56.0, "missed, no reason yet"),
         (63.1, None, "missed, no reason yet"),
     ],
 )
@@ -212,6 +215,13 @@ def test_the_hash_is_of_what_can_change_a_result():
     other = replace(here, local=replace(here.local, lr=0.02))
     assert len({fingerprint(e) for e in (here, other, replace(here, seed=1))}) == 3
     assert fingerprint(here) != fingerprint(replace(here, sim=replace(here.sim, precision="fp64")))
+
+
+def test_a_setting_that_does_not_exist_yet_will_change_no_hash():
+    """Only what differs from the defaults is hashed, in canonical form."""
+    written = json.dumps({"partition.seed": 0, "sim.participation": "fraction"})
+    by_hand = hashlib.blake2b(written.encode(), digest_size=8).hexdigest()
+    assert fingerprint(Experiment()) == by_hand
 
 
 def test_cells_that_are_one_experiment_share_its_run():

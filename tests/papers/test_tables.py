@@ -200,6 +200,21 @@ def test_a_bad_table_is_refused_with_file_field_and_value(old, new, told):
     assert all(part in str(refused.value) for part in told), str(refused.value)
 
 
+def test_a_row_s_settings_stand_over_its_column_s_and_those_over_the_table_s():
+    toml = SMALL.replace("rounds = 4", "rounds = 4\nlocal = { lr = 0.1, batch = 8, epochs = 2 }")
+    toml = toml.replace('name = "a"', 'name = "a"\nsetup = { local = { lr = 0.2, batch = 16 } }')
+    toml = toml.replace('over = "fedavg"', "setup = { local = { lr = 0.3 } }")
+    table = read_table(toml, "x/table1")
+    for _ in range(2):  # and nothing is left over from one cell to the next
+        found = [
+            experiment_of(table, row, column, seed=0).local
+            for row in table.rows
+            for column in table.columns
+        ]
+        settings = [(local.lr, local.batch, local.epochs) for local in found]
+        assert settings == [(0.2, 16, 2), (0.1, 8, 2), (0.3, 16, 2), (0.3, 8, 2)]
+
+
 def test_a_value_that_is_missing_is_named():
     table = read_table(SMALL.replace("values = { mu = 0.2 }", ""), "x/table1")
     with pytest.raises(PaperError, match=r"fedprox.*'b'.*\{mu\}"):
