@@ -7,10 +7,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test test-flower test-federation lint format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 	@echo "  Another Python: make demo PYTHON=python3.12. More of pytest: make test ARGS='-k resume'."
 
 demo: $(VENV)/.core ## install, then watch methods compete on the digits (under 3 minutes)
@@ -18,6 +18,12 @@ demo: $(VENV)/.core ## install, then watch methods compete on the digits (under 
 
 test: $(VENV)/.dev ## install the dev extra and run every test and doctest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 300 $(ARGS)
+
+test-flower: $(VENV)/.flower ## install Flower and run the tests of deploy/ that start no federation
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 300 tests/deploy src/fedbasin/deploy $(ARGS)
+
+test-federation: $(VENV)/.flower ## all tests of deploy/, with SuperLinks and SuperNodes that are killed (minutes)
+	OMP_NUM_THREADS=1 FEDBASIN_TEST_FEDERATION=1 $(BIN)/python -m pytest --timeout 900 tests/deploy $(ARGS)
 
 lint: $(VENV)/.dev ## check format, style, types and who imports whom
 	$(BIN)/ruff format --check .
@@ -57,3 +63,8 @@ $(VENV)/.dev: $(PINS) | $(BIN)/python
 	@echo "Installing fedbasin, its dependencies and the development tools into $(VENV): PyTorch is large, the first time takes minutes"
 	@$(PIP) --editable '.[dev]'
 	@touch $(VENV)/.core $@
+
+$(VENV)/.flower: $(PINS) | $(VENV)/.dev
+	@echo "Installing Flower and the library for encrypted counts into $(VENV)"
+	@$(PIP) --editable '.[dev,flower,he]'
+	@touch $@

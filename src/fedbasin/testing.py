@@ -308,6 +308,22 @@ def law_cohort_equals_loop(method: Method) -> None:
         _close(a.score, b.score, f"round {a.round}: the cohort executor scores another model")
 
 
+def law_stream_equals_matrix(method: Method) -> None:
+    """Where a method says that replies may be averaged as they arrive, it makes no difference."""
+    weighting = method.streams()
+    if weighting is None:
+        return
+    for seed in range(5):
+        state, server, replies, context = _one_round(method, seed)
+        whole, after = method.aggregate(state, server, replies, context)
+        mean, after_mean = method.aggregate(state, server, replies.averaged(weighting), context)
+        _close(whole.send, mean.send, "averaging replies as they arrive changes `send`")
+        _close(whole.score, mean.score, "averaging replies as they arrive changes `score`")
+        for (path, a), (_, b) in zip(flatten(after), flatten(after_mean), strict=True):
+            if isinstance(a, Tensor) and isinstance(b, Tensor):
+                _close(a, b, f"averaging replies as they arrive changes the state at {path}")
+
+
 def law_payload_is_what_the_card_says(method: Method) -> None:
     """A round moves as many models down and up as the card says, and a few numbers."""
     federation = toy_federation(method)
@@ -340,6 +356,7 @@ LAWS: tuple[Law, ...] = (
     law_resume_equals_uninterrupted,
     law_bad_replies_are_refused,
     law_cohort_equals_loop,
+    law_stream_equals_matrix,
     law_payload_is_what_the_card_says,
     law_text_reads_back,
 )

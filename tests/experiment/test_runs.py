@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from fedbasin import Experiment, compare, resume, run
+from fedbasin.core.catalogue import needs_of
 from fedbasin.core.record import RecordError
 from fedbasin.core.state import read
 from fedbasin.data import load
 from fedbasin.experiment import ConfigError, build
-from fedbasin.experiment.build import cut_rows, needs_of, pick_device
+from fedbasin.experiment.build import cut_rows, pick_device
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
 from fedbasin.experiment.runs import slug
 from fedbasin.methods import FedAvg

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.local import SGD
 from fedbasin.methods import FedSMOO
 from fedbasin.methods.fedsmoo import AgreedShift, ShiftCarry
+from fedbasin.sim.cohort import CohortExecutor
 
 
 def numpy_fedsmoo(world, rounds, method, sgd=None):
@@ -84,3 +87,12 @@ def test_every_perturbation_has_the_radius():
 @pytest.mark.parametrize("source", ["wima(fedsmoo, window=2)", "ima(fedsmoo, start=0.0)"])
 def test_fedsmoo_composes(source):
     check_composed(source)
+
+
+def test_a_step_of_two_passes_can_be_compiled():
+    """A warning that the step runs uncompiled would be an error here."""
+    federation = linear_federation(FedSMOO(), rounds=1)
+    one = federation.executor
+    traced = CohortExecutor(one.trainer, one.population, one.key, compiled=True, backend="eager")
+    same_models(federation, replace(federation, executor=traced), 1e-9)
+    assert traced.counters.compiled

@@ -124,7 +124,8 @@ def test_results_are_the_same_in_memory_and_on_disk(source, executor, tmp_path):
     assert list((tmp_path / "clients").iterdir())
 
 
-def test_a_crash_between_checkpoints_resumes_to_the_same_bits(tmp_path):
+def test_crashes_between_checkpoints_resume_to_the_same_bits(tmp_path):
+    """Once after three rounds without a checkpoint, and once more on the way back there."""
     method = parse("fedsmoo", "method")
     straight = spilled(method, tmp_path / "a", rounds=7)
     whole = [after for after, _ in straight.rounds_from(*straight.begin())]
@@ -136,13 +137,16 @@ def test_a_crash_between_checkpoints_resumes_to_the_same_bits(tmp_path):
             save(path, (after, states.kept()))
             states.saved()
         if after.round == 6:
-            break  # three rounds on, and no checkpoint of them
-    fresh, states = federation.begin()
-    server, kept = load(path, (fresh, states.kept()))
-    states.restore(kept)
-    assert server.round == 3
-    for after, _ in federation.rounds_from(server, states):
-        assert same(after, whole[after.round - 1])
+            break
+    for until in (5, 7):
+        fresh, states = federation.begin()
+        server, kept = load(path, (fresh, states.kept()))
+        states.restore(kept)
+        assert server.round == 3
+        for after, _ in federation.rounds_from(server, states):
+            assert same(after, whole[after.round - 1])
+            if after.round == until:
+                break
     assert after.round == 7
 
 

@@ -138,3 +138,16 @@ def card_of(thing: object) -> Card:
         if card.make is type(thing):
             return card
     raise KeyError(f"{type(thing).__name__} is not in the catalogue")
+
+
+def needs_of(thing: object) -> set[str]:
+    """Return what a method, those inside it and their clients' rules ask of the outside world.
+
+    What is not in the catalogue asks for nothing.
+    """
+    card = next((card for card in CATALOGUE.values() if card.make is type(thing)), None)
+    if card is None:
+        return set()
+    inner = [getattr(thing, parameter.name) for parameter in card.parameters]
+    rules = thing.rules() if card.kind == "method" else ()  # type: ignore[attr-defined]
+    return set(card.needs).union(*map(needs_of, (*inner, *rules)))

@@ -22,7 +22,7 @@ from fedbasin.core.permutations import Group
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import LocalRule, Rules, Setting, as_rules
 from fedbasin.core.tree import rebuild
-from fedbasin.core.vectors import Layout
+from fedbasin.core.vectors import Layout, Weighting, shares, weighted_mean
 
 
 class ReplyError(ValueError):
@@ -76,6 +76,15 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class PrivateCounts:
+    """What the server knows of clients that keep their class counts to themselves."""
+
+    total: Tensor  # [classes] rows of all clients together
+    scores: Tensor  # [N] what each client makes of its own counts, `Method.score_counts`
+    rows: Tensor  # [N] how many rows each holds
+
+
+@dataclass(frozen=True)
 class Context:
     """What surrounds a round.
 
@@ -92,6 +101,7 @@ class Context:
         momentum: of the clients' SGD, rho.
         proxy: server data, for methods that need ``"proxy"``.
         class_counts: [N, classes] samples by client and class, for those that need them.
+        private_counts: what stands in for them where clients do not show them.
         archive: files for models of clients, for methods that keep them on disk.
         net: the network as a function of vectors, for methods that run its head.
         probe: this cohort's gradients, for methods that ask for them before training.
@@ -110,6 +120,7 @@ class Context:
     momentum: float = 0.0
     proxy: Proxy | None = None
     class_counts: Tensor | None = None
+    private_counts: PrivateCounts | None = None
     archive: Archive | None = None
     net: Net | None = None
     probe: Probe | None = None
@@ -143,11 +154,15 @@ class Replies:
             )
         if count == 0:
             raise ReplyError("a round needs at least one reply")
-        finite = torch.isfinite(self.models).all(1) & torch.isfinite(self.weights)
-        good = finite & (self.weights >= 0)
-        if not bool(good.all()):
-            bad = int(self.clients[int(torch.nonzero(~good)[0])])
-            raise ReplyError(f"client {bad} sent a model or weight that is NaN, Inf or negative")
+        weighed = torch.isfinite(self.weights) & (self.weights >= 0)
+        # NaN and Inf survive a sum, which reads the models once; isfinite would four times.
+        if not bool((torch.isfinite(self.models.sum(1)) & weighed).all()):
+            good = torch.isfinite(self.models).all(1) & weighed
+            if not bool(good.all()):
+                bad = int(self.clients[int(torch.nonzero(~good)[0])])
+                raise ReplyError(
+                    f"client {bad} sent a model or weight that is NaN, Inf or negative"
+                )
         if not bool(self.weights.sum() > 0):
             raise ReplyError("all replies have weight zero")
 
@@ -157,6 +172,23 @@ class Replies:
             self, lambda _, leaf: leaf[index] if isinstance(leaf, Tensor) else leaf
         )
         return chosen
+
+    def averaged(self, weighting: Weighting) -> Replies:
+        """Return the cohort as one client that holds all samples and sends the mean, no reports."""
+        share = shares(self.weights, weighting)
+
+        def mean(column: Tensor) -> Tensor:
+            return weighted_mean(column, share)[None]
+
+        return Replies(
+            models=mean(self.models),
+            weights=self.weights.sum()[None],
+            clients=self.clients[:1],
+            steps=mean(self.steps),
+            lr_sum=mean(self.lr_sum),
+            lengths=mean(self.lengths),
+            last_loss=mean(self.last_loss),
+        )
 
 
 @dataclass(frozen=True)
@@ -204,6 +236,10 @@ class Method(ABC):
         """Return what is sent beside the model, one entry for each of `own_rules`."""
         return tuple(rule.shared(context) for rule in self.own_rules())
 
+    def score_counts(self, counts: Tensor, total: Tensor) -> float:
+        """Return the one number that a client tells in place of its class counts [classes]."""
+        raise NotImplementedError(f"{self} cannot do with less than the clients' class counts")
+
     @property
     def probes(self) -> bool:
         """Whether the cohort sends its full gradients (`Context.probe`) before it trains."""
@@ -221,6 +257,14 @@ class Method(ABC):
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Return how clients train in round ``context.round``; `schedule` is the configured one."""
         return schedule(context.round)
+
+    def streams(self) -> Weighting | None:
+        """Return how replies may be averaged as they arrive, or None where each one counts.
+
+        A method that names a weighting promises that `aggregate` gives the same for the cohort
+        and for `Replies.averaged`: a server then never holds more than one reply.
+        """
+        return None
 
     def cautions(self, setting: Setting) -> Iterator[str]:
         """Yield why the method may not do what its paper says in such a run."""
@@ -290,6 +334,14 @@ class Wrapper(Method):
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Train as the inner method says."""
         return self.inner.plan(schedule, context)
+
+    def streams(self) -> Weighting | None:
+        """Return what the inner method says; a `step` that looks at the replies must say None."""
+        return self.inner.streams()
+
+    def score_counts(self, counts: Tensor, total: Tensor) -> float:
+        """Tell what the inner method asks for."""
+        return self.inner.score_counts(counts, total)
 
     @property
     def probes(self) -> bool:

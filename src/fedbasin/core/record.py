@@ -44,6 +44,7 @@ class RoundRecord:
     lr: float = 0.0
     replies: int = 0  # clients that answered
     dropped: int = 0  # clients that were drawn but did not answer
+    refused: int = 0  # answers of a real federation that could not be used
     update_norm: float | None = None  # |send - what was sent before|
     model_norm: float | None = None  # |score|
     bytes_down: int = 0  # what a real federation would send to the cohort

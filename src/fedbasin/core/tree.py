@@ -16,7 +16,7 @@ from torch import Tensor
 Leaf = Tensor | int | float | bool | str | None
 
 
-def _children(tree: Any) -> list[tuple[str, Any]] | None:
+def parts_of(tree: Any) -> list[tuple[str, Any]] | None:
     """Return the named parts of a node, or None for a leaf."""
     if is_dataclass(tree) and not isinstance(tree, type):
         return [(f.name, getattr(tree, f.name)) for f in fields(tree)]
@@ -28,7 +28,7 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
 
 def flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Leaf]]:
     """Yield every leaf with its path, such as ``("inner.momentum", tensor)``."""
-    children = _children(tree)
+    children = parts_of(tree)
     if children is not None:
         for name, part in children:
             yield from flatten(part, f"{path}.{name}" if path else name)
@@ -43,7 +43,7 @@ def flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Leaf]]:
 
 def rebuild(template: Any, leaf_at: Callable[[str, Leaf], Leaf], path: str = "") -> Any:
     """Return a tree of the template's shape whose leaves are ``leaf_at(path, old leaf)``."""
-    children = _children(template)
+    children = parts_of(template)
     if children is None:
         return leaf_at(path, template)
     parts = {

@@ -49,3 +49,7 @@ class FedAvg(Method):
         """Average."""
         mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
         return Served(send=mean, score=mean), state
+
+    def streams(self) -> Weighting:
+        """Only the mean counts."""
+        return self.weighting

@@ -125,6 +125,10 @@ class FedBE(Wrapper):
             average_every=self.average_every,
         )
 
+    def streams(self) -> None:
+        """Every reply counts."""
+        return None
+
     def step(
         self, own: tuple[()], server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, tuple[()]]:

@@ -90,6 +90,10 @@ class FedDF(Wrapper):
             self.patience,
         )
 
+    def streams(self) -> None:
+        """Every reply counts."""
+        return None
+
     def step(
         self, own: tuple[()], server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, tuple[()]]:

@@ -77,6 +77,10 @@ class FedExP(Wrapper):
         """Start without a learning rate to compare with."""
         return FedExPState(0.0)
 
+    def streams(self) -> None:
+        """Every reply counts."""
+        return None
+
     def step(
         self, own: FedExPState, server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, FedExPState]:

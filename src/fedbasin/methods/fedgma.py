@@ -66,6 +66,10 @@ class FedGMA(Wrapper):
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, got {self.lr}")
 
+    def streams(self) -> None:
+        """Every reply counts."""
+        return None
+
     def step(
         self, own: tuple[()], server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, tuple[()]]:

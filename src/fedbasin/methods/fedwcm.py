@@ -28,7 +28,8 @@ equations (3) and (5) and T are not in the text at hand; docs/methods/fedwcm.md 
 
 Departures from the paper: the printed x - eta_g Delta with Delta = mean (y_k - x) ascends; signs
 and scales are FedCM's. FedWCM-X's printed weights sum to about 1/|S|; ours are renormalised.
-Privacy: the server sees all class counts; `fedbasin.local.private_counts` gathers D alone.
+Privacy: the server sees all class counts, or, with momentum="scores" or "fixed", only D (gathered
+under encryption, `fedbasin.local.private_counts`) and each client's score s_k.
 Cost: two models down (x, Delta), one up; one model of memory and |S| x P more work on the server.
 """
 
@@ -197,7 +198,7 @@ class FedWCM(Method):
 
     def init(self, server: Tensor, context: Context) -> FedWCMState:
         """Start with Delta = 0 and the first alpha."""
-        _counts(context)
+        self._known(context)
         alpha = torch.tensor(self.alpha, dtype=torch.float64, device=server.device)
         return FedWCMState(torch.zeros_like(server), alpha)
 
@@ -216,8 +217,7 @@ class FedWCM(Method):
         self, state: FedWCMState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, FedWCMState]:
         """Weigh the clients by their scores, step, and renew Delta and alpha."""
-        found = census(_counts(context))
-        scores = SCORES[self.score](found)
+        found, scores = self._known(context)
         heat = TEMPERATURES[self.temperature](self.tau, found)
         before = shares(replies.weights, self.weighting)
         share = torch.softmax(scores[replies.clients] / heat + before.log(), 0)
@@ -230,6 +230,25 @@ class FedWCM(Method):
         alpha = alpha.clamp(self.alpha, max(self.alpha, self.alpha_max))
         notes = FedWCMNotes(state.alpha, found.imbalance, 1 / share.square().sum(), delta.norm())
         return Served(send=model, score=model, notes=notes), FedWCMState(delta, alpha)
+
+    def score_counts(self, counts: Tensor, total: Tensor) -> float:
+        """Return s_k as client k computes it, once D is announced."""
+        mine, overall = census(counts[None]), census(total[None]).overall
+        return float(SCORES[self.score](mine._replace(overall=overall))[0])
+
+    def _known(self, context: Context) -> tuple[Census, Tensor]:
+        """Return who holds what, and every client's score, from plain or from private counts."""
+        private = context.private_counts
+        if context.class_counts is not None or private is None:
+            found = census(_counts(context))
+            return found, SCORES[self.score](found)
+        if self.momentum == "mix":
+            raise ValueError(
+                "fedwcm(momentum='mix') looks at each client's classes; where those are private, "
+                "write momentum='scores' or momentum='fixed'"
+            )
+        everyone = census(private.total[None])
+        return everyone._replace(held=private.rows > 0), private.scores
 
 
 def _counts(context: Context) -> Tensor:
@@ -246,6 +265,8 @@ def _even_steps(context: Context) -> int:
     """Return B^, the steps of a client if all rows were shared out evenly."""
     if context.plan is None or context.batch < 1:
         raise ValueError("fedwcm(unequal=True) needs the clients' plan and batch in the Context")
-    rows = _counts(context).sum(1)
+    private = context.private_counts
+    plain = context.class_counts is not None or private is None
+    rows = _counts(context).sum(1) if plain else private.rows  # type: ignore[union-attr]
     even = -(-int(rows.sum()) // int((rows > 0).sum()))
     return count_steps(context.plan, even, context.batch)

@@ -216,7 +216,7 @@ class Federation:
             update_norm=host[1],
             model_norm=host[2],
             bytes_up=record.bytes_up + up + record.replies * _REPLY_NUMBERS,
-            notes=_notes(served),
+            notes=notes_of(served),
         )
 
     def _scored(self, record: RoundRecord, server: Server) -> RoundRecord:
@@ -240,7 +240,7 @@ class Federation:
         )
 
 
-def _notes(served: Served) -> dict[str, float | list[float]]:
+def notes_of(served: Served) -> dict[str, float | list[float]]:
     """Return what the method wants recorded as plain numbers by name.
 
     Notes of nested methods are a tuple; a note's place in it is not part of its name.

@@ -1,0 +1,133 @@
+"""What replies cost a server: fedbasin averaging as they arrive, beside Flower's own FedAvg.
+
+    python benchmarks/deploy/aggregation.py --replies 200 --flower-replies 20
+
+Replies are messages of a ResNet-18 (11 M parameters), made anew for each client as they would come
+off the wire; making them is not counted. Flower's FedAvg holds all replies at once, so it is given
+fewer: its time per reply does not depend on how many there are. CPU time on one thread, each in
+a process of its own, repeated in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def resident(what: str) -> int:
+    """Return VmRSS or VmHWM in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+def reply(arrays, number: int):
+    """Return a client's message with arrays of its own, as they come off the wire."""
+    from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+
+    fresh = ArrayRecord(
+        {n: Array(a.dtype, a.shape, a.stype, bytes(bytearray(a.data))) for n, a in arrays.items()}
+    )
+    metrics = MetricRecord({"num-examples": 100 + number, "train_loss": 1.0})
+    message = Message(RecordDict({"arrays": fresh, "metrics": metrics}), 1, "train")
+    message.metadata.__dict__["_src_node_id"] = number
+    return message
+
+
+def prepared():
+    """Return the network's arrays and its number of parameters."""
+    import torch
+    from flwr.app import ArrayRecord
+    from flwr.supercore.task_identity import TaskIdentity
+
+    import fedbasin.models  # noqa: F401
+    from fedbasin.core.expressions import parse
+
+    torch.set_num_threads(1)
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    module = parse("resnet18", "model")((3, 32, 32), 10)
+    size = sum(p.numel() for p in module.parameters())
+    return ArrayRecord(module.state_dict()), size
+
+
+def ours(replies: int) -> dict[str, float]:
+    """Average `replies` messages one after another with fedbasin."""
+    from fedbasin.core.method import Plan
+    from fedbasin.deploy.replies import Collector
+    from fedbasin.deploy.wire import Codec
+    from fedbasin.methods import FedAvg
+
+    arrays, size = prepared()
+    codec = Codec.of(arrays)
+    server, _ = codec.read(arrays)
+    Path("/proc/self/clear_refs").write_text("5")
+    before, spent = resident("VmRSS"), 0.0
+    collector = Collector(codec, 0, Plan(0.1), stream="samples")
+    for number in range(replies):
+        arrived = [reply(arrays, number)]
+        began = time.process_time()
+        collector.take(number, number, arrived.pop())
+        spent += time.process_time() - began
+    began = time.process_time()
+    collected = collector.finish(server)
+    served, _ = FedAvg().aggregate((), server, collected.replies, None)
+    spent += time.process_time() - began
+    peak = resident("VmHWM") - before
+    assert served.send.numel() == codec.layout.size
+    return {"ms_per_reply": 1e3 * spent / replies, "models": peak / (4 * size), "size": size}
+
+
+def flowers(replies: int) -> dict[str, float]:
+    """Average `replies` messages with Flower's own strategy."""
+    from flwr.serverapp.strategy import FedAvg
+
+    arrays, size = prepared()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    messages = [reply(arrays, number) for number in range(replies)]
+    began = time.process_time()
+    found, _ = FedAvg().aggregate_train(1, messages)
+    spent = time.process_time() - began
+    peak = resident("VmHWM") - before
+    assert found is not None
+    return {"ms_per_reply": 1e3 * spent / replies, "models": peak / (4 * size), "size": size}
+
+
+def main() -> None:
+    """Run both in turns and print what they took."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--replies", type=int, default=200)
+    options.add_argument("--flower-replies", type=int, default=20)
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--one", choices=["ours", "flowers"], help=argparse.SUPPRESS)
+    chosen = options.parse_args()
+    if chosen.one:
+        work = {"ours": ours, "flowers": flowers}[chosen.one]
+        print("RESULT " + json.dumps(work(chosen.replies)))
+        return
+    found: dict[str, list[dict[str, float]]] = {"ours": [], "flowers": []}
+    for _ in range(chosen.repeats):
+        for name, count in (("ours", chosen.replies), ("flowers", chosen.flower_replies)):
+            command = [sys.executable, __file__, "--one", name, "--replies", str(count)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+            line = next(ln for ln in done.stdout.splitlines() if ln.startswith("RESULT "))
+            found[name].append(json.loads(line.removeprefix("RESULT ")))
+    print(f"{found['ours'][0]['size']:.0f} parameters, {chosen.repeats} repeats, median")
+    for name, count in (("ours", chosen.replies), ("flowers", chosen.flower_replies)):
+        times = [run["ms_per_reply"] for run in found[name]]
+        models = max(run["models"] for run in found[name])
+        print(
+            f"{name:8} {count:4d} replies  {statistics.median(times):7.1f} ms of CPU time a reply "
+            f"(least {min(times):.1f})  peak memory {models:6.2f} models"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""``fedbasin flower``: a real federation on Flower, from a new app to a run on this machine."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from fedbasin.core.record import RunFolder
+
+if TYPE_CHECKING:
+    from fedbasin.deploy.federation import LocalFederation
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Run the same methods in a real federation, on Flower (needs the extra fedbasin[flower]).",
+)
+console = Console()
+
+
+@app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help="A new folder; its name is the app's.")],
+) -> None:
+    """Write a complete Flower app: settings, ServerApp, ClientApp.
+
+    It runs as it is: fedbasin flower up FOLDER, or flwr run FOLDER.
+    """
+    _check_installed()
+    from fedbasin.deploy import write_app
+
+    for path in write_app(folder):
+        console.print(Text(f"  {path}"), soft_wrap=True)
+    console.print(Text(f"Run it: fedbasin flower up {folder}"), soft_wrap=True)
+
+
+@app.command()
+def up(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A Flower app; without one, a new app of ours.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes (clients).")] = 3,
+    tls: Annotated[
+        bool, typer.Option(help="Encrypt messages and let nodes prove who they are.")
+    ] = False,
+    simulate: Annotated[
+        bool, typer.Option(help="Let Flower's simulation engine (Ray) be the clients.")
+    ] = False,
+    method: Annotated[str | None, typer.Option(help="How the server merges.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where records and logs go; go on with it if it is there.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds the whole run may take.")] = 3600.0,
+) -> None:
+    """Start a federation on this machine, run an app on it, and tear it down.
+
+    A SuperLink and SuperNodes run as processes of their own and talk over loopback, with
+    certificates and node keys made on the spot for --tls. A run that was stopped goes on where it
+    was when the same --out is given again. Nothing is reported to anyone.
+    """
+    _check_installed()
+    from fedbasin.deploy import write_app
+    from fedbasin.deploy.federation import LocalFederation
+
+    place = (out or Path("runs") / f"flower-{datetime.now():%Y%m%d-%H%M%S}").resolve()
+    run = RunFolder(place / "run")
+    if folder is None:
+        folder = place / "app"
+        if not folder.exists():
+            write_app(folder)
+    settings: dict[str, Any] = {
+        "federation.folder": str(run.path),
+        "federation.min-nodes": nodes,
+        "partition.clients": nodes,
+    }
+    settings |= {k: v for k, v in (("method", method), ("rounds", rounds)) if v is not None}
+    kind = "simulated clients" if simulate else "SuperNodes"
+    console.print(Text(f"Starting a SuperLink and {nodes} {kind}; logs: {place}"), soft_wrap=True)
+    with LocalFederation(place, nodes, tls, simulate) as federation:
+        _run(federation, folder, settings, run, timeout)
+    summary = run.read_summary()
+    last = summary["accuracy_last"]
+    said = "" if last is None else f"accuracy {100 * last:.2f} %, "
+    line = (
+        f"{summary['method']}: {said}{summary['rounds']} rounds, {summary['seconds']:.0f} s, "
+        f"{summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down"
+    )
+    console.print(Text(f"{line}\nrecords: {run.path}"), soft_wrap=True)
+
+
+def _run(
+    federation: LocalFederation,
+    folder: Path,
+    settings: dict[str, Any],
+    run: RunFolder,
+    timeout: float,
+) -> None:
+    """Run an app to its end, with one bar for its rounds."""
+    from fedbasin.deploy.federation import FederationError
+
+    deadline = time.monotonic() + timeout
+    before = run.summary.stat().st_mtime_ns if run.summary.exists() else 0
+    process = federation.run(folder, settings)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        task = progress.add_task("waiting for the nodes", total=None, accuracy="")
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise FederationError(f"the run took longer than --timeout {timeout:g} s")
+            records = run.read_rounds()
+            if records and records[-1].accuracy is not None:
+                progress.update(task, accuracy=f"{100 * records[-1].accuracy:5.1f} %")
+            if records:
+                progress.update(task, description="round", completed=len(records))
+            time.sleep(0.5)
+    if not run.summary.exists() or run.summary.stat().st_mtime_ns == before:
+        lines = federation.log("run").strip().splitlines()
+        tail = "\n".join(lines[-8:])
+        raise FederationError(
+            f"the run did not finish; its log ends with\n{tail}\nall logs: {federation.folder}"
+        )
+
+
+def _check_installed() -> None:
+    if find_spec("flwr") is None:
+        raise ValueError("this needs Flower: pip install 'fedbasin[flower]'")

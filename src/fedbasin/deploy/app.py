@@ -1,0 +1,86 @@
+"""A new Flower app, and the bridge from a simulated federation to a real one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from flwr.app import ArrayRecord
+
+from fedbasin.core.rng import root
+from fedbasin.deploy.strategy import FedbasinStrategy
+from fedbasin.sim import Federation
+
+_OUTSIDE = ("pyproject.toml", "README.md")  # the rest goes into the package
+
+
+def write_app(folder: Path) -> list[Path]:
+    """Write a complete Flower app into a new folder; return its files."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty; name a new folder")
+    package = re.sub(r"[^a-z0-9_]+", "_", folder.resolve().name.lower()).strip("_")
+    if not package or not package[0].isalpha() or len(package) > 32:
+        raise ValueError(
+            f"{folder.name!r} makes no app name: begin it with a letter, use at most 32 letters, "
+            "digits and hyphens"
+        )
+    names = {"package": package, "project": package.replace("_", "-")}
+    written = []
+    for source in sorted(_sources(), key=lambda file: file.name):
+        name = source.name.removesuffix(".in")
+        path = folder / name if name in _OUTSIDE else folder / package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = Template(source.read_text(encoding="utf-8")).substitute(names)
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def _sources() -> list[Any]:
+    found = (resources.files("fedbasin.deploy") / "template").iterdir()
+    return [file for file in found if file.name.endswith(".in")]
+
+
+def nested(run_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn Flower's flat ``{"local.lr": 0.1}`` into ``{"local": {"lr": 0.1}}``."""
+    settings: dict[str, Any] = {}
+    for key, value in run_config.items():
+        *parents, leaf = key.split(".")
+        section = settings
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    return settings
+
+
+def strategy_of(federation: Federation, *, seed: int, **settings: Any) -> FedbasinStrategy:
+    """Return the strategy that does what a simulated federation does.
+
+    Args:
+        federation: what was simulated.
+        seed: with which seed.
+        settings: further arguments of `FedbasinStrategy`, which win.
+    """
+    if root(seed) != federation.key:
+        raise ValueError(f"the federation was built with another seed than {seed}")
+    same: dict[str, Any] = dict(
+        participation=str(federation.participation),
+        seed=seed,
+        net=federation.test.net,
+        schedule=federation.schedule,
+        context=federation.context,
+        test=federation.test,
+        buffers=federation.buffers,
+        recalibrate=federation.recalibrate,
+    )
+    return FedbasinStrategy(federation.method, **(same | settings))
+
+
+def first_arrays(federation: Federation) -> ArrayRecord:
+    """Return the initial model of a simulated federation as Flower takes it."""
+    net = federation.test.net
+    return ArrayRecord(net.state_dict(*net.initial()))

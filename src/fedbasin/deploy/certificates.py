@@ -1,0 +1,103 @@
+"""Certificates and node keys for a federation on this machine, made on the spot.
+
+For a federation across machines, have the server's certificate signed by an authority that the
+nodes trust, and make each node's key on that node: a private key should never travel.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+_DAYS = 7  # a federation on one machine is short-lived
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """The files that TLS needs."""
+
+    authority: Path  # what nodes trust
+    server: Path  # what the server shows
+    key: Path  # what the server keeps
+
+
+def make_certificates(folder: Path) -> Certificates:
+    """Make an authority and a certificate for localhost signed by it; its key is not kept."""
+    found = Certificates(folder / "ca.crt", folder / "server.pem", folder / "server.key")
+    folder.mkdir(parents=True, exist_ok=True)
+    ca_key, server_key = ec.generate_private_key(ec.SECP384R1()), _key()
+    ca_name, name = _name("fedbasin local authority"), _name("localhost")
+    constraints = x509.BasicConstraints(ca=True, path_length=0)
+    ca = _certificate(ca_name, ca_name, ca_key.public_key(), constraints).sign(
+        ca_key, hashes.SHA384()
+    )
+    places: list[x509.GeneralName] = [
+        x509.DNSName("localhost"),
+        x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+    ]
+    end = x509.BasicConstraints(ca=False, path_length=None)
+    server = (
+        _certificate(name, ca_name, server_key.public_key(), end)
+        .add_extension(x509.SubjectAlternativeName(places), critical=False)
+        .sign(ca_key, hashes.SHA384())
+    )
+    pem = serialization.Encoding.PEM
+    found.authority.write_bytes(ca.public_bytes(pem))
+    found.server.write_bytes(server.public_bytes(pem))
+    _write_secret(found.key, server_key, serialization.PrivateFormat.PKCS8)
+    return found
+
+
+def make_node_key(path: Path) -> Path:
+    """Make the key of one node beside its public half, and return where that is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key = _key()
+    _write_secret(path, key, serialization.PrivateFormat.OpenSSH)
+    public = path.with_name(path.name + ".pub")
+    public.write_bytes(
+        key.public_key().public_bytes(
+            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        )
+        + b"\n"
+    )
+    return public
+
+
+def _key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP384R1())
+
+
+def _write_secret(path: Path, key: ec.EllipticCurvePrivateKey, form: Any) -> None:
+    """Write a private key that only its owner can read, from the first byte on."""
+    path.touch(mode=0o600)
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    )
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, public: Any, constraints: x509.BasicConstraints
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .add_extension(constraints, critical=True)
+    )

@@ -1,0 +1,277 @@
+"""A client of a federation: the same rules as in a simulation, behind Flower's ClientApp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Method, Plan
+from fedbasin.core.net import Net
+from fedbasin.core.rng import root
+from fedbasin.core.tree import rebuild, tensors
+from fedbasin.deploy.clients import ASK
+from fedbasin.deploy.keep import OwnState
+from fedbasin.deploy.private import answer
+from fedbasin.deploy.probe import GRADIENT, answer_gradient
+from fedbasin.deploy.wire import Codec, Refused, number, read_tree, the_record, write_tree
+from fedbasin.local import SGD, Trainer
+from fedbasin.local.train import Received, Shard, Transform
+from fedbasin.sim import Federation
+from fedbasin.sim.evaluate import Examiner
+from fedbasin.sim.loop import client_key
+
+Data = Callable[[int, int], Shard]  # (partition id, number of partitions) -> rows
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What one client works with.
+
+    Args:
+        method: the method's expression, which must be the server's.
+        trainer: how it trains.
+        rows: what it holds.
+        client: its id, from 0.
+        clients: how many there are.
+        held_out: rows it evaluates on; its own by default.
+        counts: whether it shows its class counts to the server in ``"plain"`` when asked, or takes
+            part in the ``"private"`` gathering only.
+    """
+
+    method: str
+    trainer: Trainer
+    rows: Shard
+    client: int
+    clients: int
+    held_out: Shard | None = None
+    counts: Literal["plain", "private"] = "private"
+
+    @classmethod
+    def of(
+        cls,
+        federation: Federation,
+        context: Context,
+        *,
+        rows: Shard | None = None,
+        counts: Literal["plain", "private"] = "private",
+    ) -> Desk:
+        """Set up the client that a node is, as a simulated federation has it.
+
+        Args:
+            federation: the network, the training, and the rows where none are given.
+            context: Flower's context of the node.
+            rows: what this client holds.
+            counts: whether it shows its class counts in plain.
+        """
+        client, clients = place(context)
+        executor: Any = federation.executor  # loop or cohort: both hold a trainer and the rows
+        if rows is None:
+            known = len(executor.population)
+            if clients != known:
+                raise Refused(f"the node counts {clients} clients, the settings {known}")
+            rows = executor.population.shard(client)
+        method = str(federation.method)
+        return cls(method, executor.trainer, rows, client, clients, counts=counts)
+
+
+def as_floats(raw: Tensor, key: Tensor | None = None) -> Tensor:
+    """Turn stored bytes into numbers in [0, 1]; leave floating inputs as they are."""
+    return raw if raw.is_floating_point() else raw.to(torch.get_default_dtype()) / 255
+
+
+def client_app(
+    model: Callable[[], nn.Module],
+    data: Data,
+    method: Method | str | None = None,
+    *,
+    classes: int,
+    batch: int = 32,
+    sgd: SGD | None = None,
+    transform: Transform = as_floats,
+    held_out: Data | None = None,
+    counts: Literal["plain", "private"] = "private",
+    device: str = "cpu",
+) -> ClientApp:
+    """Make a ClientApp from a model, the clients' data and a method.
+
+    Args:
+        model: makes the network.
+        data: returns the rows of a client; nodes say which they are in ``--node-config``.
+        method: the method that the server runs: clients follow its rules. None takes the run
+            configuration's ``method``.
+        classes: number of classes.
+        batch: batch size.
+        sgd: the optimiser.
+        transform: turns stored rows into network inputs.
+        held_out: rows to evaluate on; the client's own by default.
+        counts: whether the server may see the client's class counts in ``"plain"``.
+        device: where the client trains.
+    """
+    import fedbasin.methods  # noqa: F401  (fills the catalogue)
+
+    def desk(context: Context) -> Desk:
+        named = context.run_config.get("method", "fedavg") if method is None else method
+        chosen: Method = parse(named, "method") if isinstance(named, str) else named
+        client, clients = place(context)
+        trainer = Trainer(
+            net=Net(model(), device),
+            rules=chosen.rules(),
+            sgd=sgd or SGD(),
+            batch=batch,
+            transform=transform,
+            classes=classes,
+        )
+        aside = None if held_out is None else held_out(client, clients)
+        rows = data(client, clients)
+        return Desk(str(chosen), trainer, rows, client, clients, aside, counts)
+
+    return app_of(desk)
+
+
+def place(context: Context) -> tuple[int, int]:
+    """Return which client a node is, and how many there are, from its node configuration."""
+    try:
+        found = [int(context.node_config[key]) for key in ("partition-id", "num-partitions")]
+    except KeyError as error:
+        raise Refused(
+            f"the node does not say {error}: start it with --node-config "
+            "'partition-id=0 num-partitions=10'"
+        ) from error
+    client, clients = found
+    if not 0 <= client < clients:
+        raise Refused(f"partition-id {client} is not below num-partitions {clients}")
+    return client, clients
+
+
+def app_of(desk: Callable[[Context], Desk]) -> ClientApp:
+    """Make a ClientApp from a function that sets up one client."""
+    app = ClientApp()
+
+    def train(message: Message, context: Context) -> Message:
+        return Message(_train(desk(context), message.content, context), reply_to=message)
+
+    def evaluate(message: Message, context: Context) -> Message:
+        return Message(_evaluate(desk(context), message.content), reply_to=message)
+
+    def query(message: Message, context: Context) -> Message:
+        return Message(_query(desk(context), message.content, context), reply_to=message)
+
+    app.train()(train)
+    app.evaluate()(evaluate)
+    app.query()(query)
+    return app
+
+
+def _train(here: Desk, content: RecordDict, context: Context) -> RecordDict:
+    config: ConfigRecord = the_record(content, ConfigRecord, "config")
+    if config.get("fedbasin-method") != here.method:
+        raise Refused(
+            f"the server runs {config.get('fedbasin-method')!r}, this client was made for "
+            f"{here.method!r}: give both the same method"
+        )
+    trainer, net = here.trainer, here.trainer.net
+    round = int(number(config, "server-round", least=1)) - 1
+    epochs, steps = (int(number(config, k, least=0)) for k in ("local-epochs", "local-steps"))
+    plan = Plan(number(config, "lr", least=0), epochs or None, steps or None)
+    arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
+    codec = Codec.of(arrays, net)
+    vector, buffers = (part.to(net.device, net.dtype) for part in codec.read(arrays))
+    shared = _moved(_shared(content, len(trainer.rules)), vector)
+    zero = tuple(rule.own(vector) for rule in trainer.rules)
+    own = OwnState(context, str(config.get("fedbasin-name")), here.client, zero)
+    before = own.at(round)
+    seed = int(number(config, "fedbasin-seed"))
+    key = client_key(root(seed), round, here.client).tensor(net.device)
+    received = Received(vector, buffers, shared, before, round, key)
+    trained = trainer.train(here.rows, received, plan)
+    own.keep(round, before, trained.own)
+    reply = RecordDict(
+        {
+            "arrays": codec.write(trained.vector, trained.buffers, whole=False),
+            "metrics": MetricRecord(
+                {
+                    "num-examples": trained.examples,
+                    "steps": trained.steps,
+                    "lr-sum": trained.lr_sum,
+                    "length": trained.length,
+                    "last-loss": float(trained.last_loss),
+                    "train_loss": float(trained.mean_loss),
+                    "server-round": round + 1,
+                    "partition-id": here.client,
+                }
+            ),
+        }
+    )
+    if tensors(trained.reports):
+        reply["report"], reply["report-shape"] = write_tree(trained.reports)
+    return reply
+
+
+def _shared(content: RecordDict, rules: int) -> tuple[Any, ...]:
+    """Return what the method broadcasts, one entry for each rule."""
+    if "shared" not in content:
+        return tuple(() for _ in range(rules))
+    shared = read_tree(
+        the_record(content, ArrayRecord, "shared"),
+        the_record(content, ConfigRecord, "shared-shape"),
+    )
+    if not isinstance(shared, tuple) or len(shared) != rules:
+        raise Refused(f"the server sends for another number of rules than the client's {rules}")
+    return shared
+
+
+def _moved(tree: Any, like: Tensor) -> Any:
+    """Return a tree on a vector's device."""
+    return rebuild(tree, lambda _, leaf: leaf.to(like.device) if isinstance(leaf, Tensor) else leaf)
+
+
+def _received(here: Desk, arrays: ArrayRecord) -> tuple[Tensor, Tensor]:
+    """Return the model that came in, where the client's network runs."""
+    net = here.trainer.net
+    vector, buffers = Codec.of(arrays, net).read(arrays)
+    return vector.to(net.device, net.dtype), buffers.to(net.device, net.dtype)
+
+
+def _evaluate(here: Desk, content: RecordDict) -> RecordDict:
+    trainer, net = here.trainer, here.trainer.net
+    arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
+    vector, buffers = _received(here, arrays)
+    rows = here.held_out or here.rows
+    test = Examiner(net, rows.inputs, rows.labels, trainer.transform, trainer.classes)
+    score = test.score(vector, buffers)
+    metrics = {"num-examples": test.size, "accuracy": score.accuracy, "loss": score.loss}
+    return RecordDict({"metrics": MetricRecord(metrics)})
+
+
+def _query(here: Desk, content: RecordDict, context: Context) -> RecordDict:
+    config: ConfigRecord = the_record(content, ConfigRecord, "config")
+    if config.get(ASK) == GRADIENT:
+        arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
+        vector, buffers = _received(here, arrays)
+        gradient = here.trainer.full_gradient(here.rows, vector, buffers)
+        return answer_gradient(gradient, len(here.rows.labels))
+    counts = torch.bincount(here.rows.labels, minlength=here.trainer.classes).tolist()
+    if config.get(ASK) != "who":
+        return answer(config, counts, context, parse(here.method, "method"))
+    facts = MetricRecord(
+        {
+            "partition-id": here.client,
+            "num-partitions": here.clients,
+            "num-examples": len(here.rows.labels),
+        }
+    )
+    if config.get("class-counts"):
+        if here.counts != "plain":
+            raise Refused(
+                "this client does not show its class counts in plain: make its app with "
+                "counts='plain', or the strategy with counts='private'"
+            )
+        facts["class-counts"] = counts
+    return RecordDict({"metrics": facts})

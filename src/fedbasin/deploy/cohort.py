@@ -1,0 +1,166 @@
+"""The cohort of one round: who was asked, who answered, who is asked in place of whom."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+
+from fedbasin.core.method import Plan
+from fedbasin.core.tree import tensors
+from fedbasin.deploy.clients import Clients, TooFewNodes
+from fedbasin.deploy.replies import Collector, Tally
+from fedbasin.deploy.wire import Refused, content_bytes, fault, write_tree
+
+_CLIENT_FAULTS = (1, 2)  # Flower's codes for an app that cannot be loaded, or raises
+_log = logging.getLogger("flwr")
+
+
+def content_of(
+    given: Mapping[str, ArrayRecord | ConfigRecord],
+    round: int,
+    plan: Plan,
+    shared: Any,
+    run: Mapping[str, str | int],
+) -> RecordDict:
+    """Return what every client of a cohort is sent.
+
+    Args:
+        given: the model and the user's settings, under the keys that clients look for.
+        round: the round's number, from 1.
+        plan: how they train; any Flower client finds its learning rate under ``lr``.
+        shared: what the method broadcasts.
+        run: the run's method, name and seed, for clients of fedbasin.
+    """
+    content = RecordDict(dict(given))
+    for key, record in given.items():
+        if isinstance(record, ConfigRecord):
+            facts: dict[str, Any] = {"server-round": round, "lr": plan.lr}
+            facts |= {"local-epochs": plan.epochs or 0, "local-steps": plan.steps or 0}
+            facts |= {f"fedbasin-{name}": value for name, value in run.items()}
+            content[key] = ConfigRecord({**record, **facts})
+    if tensors(shared):
+        content["shared"], content["shared-shape"] = write_tree(shared)
+    return content
+
+
+@dataclass
+class Cohort:
+    """The clients of a round.
+
+    Args:
+        round: the round's number, from 1.
+        clients: which node is which client.
+        collector: takes the replies.
+        tally: counts what is refused.
+        content: what every client is sent.
+        asked: the node of each client that was asked.
+        least: how many good replies the round waits for.
+        timeout: seconds a reply is waited for.
+        patience: further seconds in which too few replies may become enough.
+    """
+
+    round: int
+    clients: Clients
+    collector: Collector
+    tally: Tally
+    content: RecordDict
+    asked: dict[int, int]
+    least: int
+    timeout: float
+    patience: float
+    bytes_down: int = 0
+    refused: int = 0
+    _failed: set[int] = field(default_factory=set)  # clients that are not asked again
+
+    def messages(self, chosen: Iterable[int]) -> list[Message]:
+        """Return what is sent to clients that were asked."""
+        made = [
+            Message(self.content, self.asked[c], MessageType.TRAIN, ttl=2 * self.timeout)
+            for c in chosen
+        ]
+        self.bytes_down += len(made) * content_bytes(self.content)
+        return made
+
+    def replies(self, messages: list[Message]) -> Iterator[Message]:
+        """Yield replies as they arrive, and ask again while there are too few."""
+        mail, began, said = self.clients.mail, time.monotonic(), -10.0
+        sent = mail.send(messages)
+        while True:
+            yield from mail.replies(sent, self.timeout, self._gave_up)
+            missing = self.least - len(self.collector.numbers)
+            if missing <= 0:
+                return
+            waited = time.monotonic() - began
+            if waited > self.timeout + self.patience:
+                raise TooFewNodes(
+                    f"round {self.round}: {self.least - missing} of {self.least} replies came in "
+                    f"{waited:.0f} s; start the run again once enough clients are there"
+                )
+            if waited - said >= 10:
+                said = waited
+                _log.info(
+                    "round %d: %d replies are there, waiting for %d (minimum: %d)",
+                    self.round,
+                    self.least - missing,
+                    missing,
+                    self.least,
+                )
+            sent = mail.send(self._again(missing))
+            if not sent:
+                time.sleep(1)
+
+    def collect(self, replies: Iterable[Message]) -> None:
+        """Take what is good, refuse the rest by name."""
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            client = self.clients.client(node)
+            try:
+                if reply.has_error():
+                    self._error(client, node, reply)
+                elif client is None or client not in self.asked:
+                    raise Refused("it was not asked in this round")
+                else:
+                    self.collector.take(client, self.asked[client], reply)
+            except Refused as reason:
+                self.refuse(client, node, str(reason))
+            del reply  # or two models would be in memory while the next one arrives
+
+    def refuse(self, client: int | None, node: int, reason: str) -> None:
+        """Count and name a reply that is not used; its client is not asked again this round."""
+        self.refused += 1
+        self.tally.refuse(self.round, client, node, reason)
+        if client is not None and client not in self.collector.clients:
+            self._failed.add(client)
+
+    def late(self, node: int) -> None:
+        """Count and name a reply to an earlier round; its client may answer this one."""
+        self.refused += 1
+        self.tally.refuse(self.round, self.clients.client(node), node, "it came too late")
+
+    def _error(self, client: int | None, node: int, reply: Message) -> None:
+        _log.warning(
+            "\t> Received error in reply from node %d (client %s): %s", node, client, fault(reply)
+        )
+        if client is not None and reply.error.code in _CLIENT_FAULTS:
+            self._failed.add(client)
+
+    def _again(self, missing: int) -> list[Message]:
+        """Return messages to clients in place of those that did not answer."""
+        online = self.clients.online()
+        free = [c for c in online if c not in self.collector.clients | self._failed]
+        chosen = sorted(free, key=lambda client: (client not in self.asked, client))[:missing]
+        if chosen:
+            _log.info("round %d: asking clients %s for what is missing", self.round, chosen)
+        self.asked |= {client: online[client] for client in chosen}
+        return self.messages(chosen)
+
+    def _gave_up(self, node: int, reason: str) -> None:
+        client = self.clients.client(node)
+        _log.warning(
+            "round %d: no reply from client %s (node %d): %s", self.round, client, node, reason
+        )

@@ -1,0 +1,69 @@
+"""What clients measure on data of their own, as one number each."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from flwr.app import Message, MetricRecord
+from flwr.serverapp.strategy import Result
+
+from fedbasin.core.record import RoundRecord
+from fedbasin.deploy.wire import Refused, fault, number, the_record
+
+_ADDRESS = ("server-round", "partition-id")  # numbers that say whose reply it is
+_log = logging.getLogger("flwr")
+
+
+def mean_metrics(replies: Iterable[Message], weight_key: str) -> MetricRecord | None:
+    """Return the weighted mean of the clients' metrics; None where there are none."""
+    total: dict[str, float] = {}
+    weights, count, failures = 0.0, 0, 0
+    for reply in replies:
+        try:
+            if reply.has_error():
+                raise Refused(fault(reply))
+            metrics: MetricRecord = the_record(reply.content, MetricRecord)
+            weight = number(metrics, weight_key, least=0)
+            plain = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+            bad = [k for k, v in plain.items() if not math.isfinite(v)]
+            if bad:
+                raise Refused(f"{bad[0]} is {plain[bad[0]]}")
+        except Refused as reason:
+            failures += 1
+            node = reply.metadata.src_node_id
+            _log.warning("\t> No evaluation from node %d: %s", node, reason)
+            continue
+        count, weights = count + 1, weights + weight
+        for name in plain.keys() - {weight_key, *_ADDRESS}:
+            total[name] = total.get(name, 0.0) + weight * plain[name]
+    _log.info("aggregate_evaluate: Received %s results and %s failures", count, failures)
+    return MetricRecord({k: total[k] / weights for k in sorted(total)}) if weights else None
+
+
+def unheard(node: int, reason: str) -> None:
+    """Say that a client's evaluation is not waited for."""
+    _log.warning("\t> No evaluation from node %d: %s", node, reason)
+
+
+def entered(
+    record: RoundRecord, result: Result, clients: MetricRecord | None, server: MetricRecord | None
+) -> RoundRecord:
+    """Enter what clients and server measured into the round's record and Flower's result."""
+    now, notes = record.round, dict(record.notes)
+    if clients is not None:
+        _log.info("\t└──> Aggregated MetricRecord: %s", clients)
+        result.evaluate_metrics_clientapp[now] = clients
+        notes |= {f"clients_{name}": float(value) for name, value in clients.items()}
+    if server is None and record.accuracy is not None:
+        server = MetricRecord({"accuracy": record.accuracy, "loss": record.loss})
+    if server is not None:
+        _log.info("Global evaluation")
+        _log.info("\t└──> MetricRecord: %s", server)
+        result.evaluate_metrics_serverapp[now] = server
+    accuracy, loss = record.accuracy, record.loss
+    if accuracy is None and server is not None:
+        accuracy, loss = server.get("accuracy"), server.get("loss")
+    return replace(record, accuracy=accuracy, loss=loss, notes=notes)

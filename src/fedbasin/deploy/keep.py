@@ -1,0 +1,102 @@
+"""What a client keeps between rounds, on the client.
+
+By default it lies in Flower's client state, which lives as long as the SuperNode and the run. A
+node that is started with ``--node-config "state-dir='/var/lib/fedbasin'"`` keeps it in a file,
+so that it outlives both. The state before the last round is kept as well: a server that was
+stopped in that round asks for it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+
+from fedbasin.core.state import load, save
+from fedbasin.core.tree import Leaf, flatten, restore, tensors
+from fedbasin.deploy.wire import Refused, read_array
+
+_ARRAYS, _ROUND = "fedbasin-own", "fedbasin-own-round"
+_log = logging.getLogger("flwr")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A client's own state around its last round."""
+
+    round: int  # finished rounds when it trained
+    before: Any
+    after: Any
+
+
+class OwnState:
+    """One client's state in one federation.
+
+    Args:
+        context: Flower's context of the client.
+        name: of the federation, as the server says.
+        client: the client's id.
+        zero: the state before the first round.
+    """
+
+    def __init__(self, context: Context, name: str, client: int, zero: tuple[Any, ...]) -> None:
+        if not re.fullmatch(r"[0-9a-f]{1,64}", name):
+            raise Refused(f"the federation is called {name[:64]!r}, expected hexadecimal digits")
+        self._context, self._name, self._zero = context, name, zero
+        folder = context.node_config.get("state-dir")
+        self._file = None
+        if folder is not None:
+            self._file = Path(str(folder)) / name / f"client{client:06d}.safetensors"
+
+    def at(self, round: int) -> tuple[Any, ...]:
+        """Return the state with which a round begins."""
+        kept = self._read() if tensors(self._zero) else None
+        if kept is None:
+            return self._zero
+        if kept.round > round:
+            _log.warning(
+                "the server asks for round %d, this client has trained in round %d: its own "
+                "state is ahead",
+                round + 1,
+                kept.round + 1,
+            )
+        state: tuple[Any, ...] = kept.after if kept.round < round else kept.before
+        return state
+
+    def keep(self, round: int, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+        """Keep the state of a round, and the one before it."""
+        if not tensors(self._zero):
+            return
+        kept = Kept(round, before, after)
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            save(self._file, kept)
+            return
+        arrays = {p: Array(leaf.detach().cpu().numpy()) for p, leaf in _tensors(kept)}
+        self._context.state[_ARRAYS] = ArrayRecord(arrays)
+        self._context.state[_ROUND] = ConfigRecord({"round": round, "name": self._name})
+
+    def _read(self) -> Kept | None:
+        template = Kept(0, self._zero, self._zero)
+        if self._file is not None:
+            found: Kept | None = load(self._file, template) if self._file.exists() else None
+            return found
+        if _ARRAYS not in self._context.state:
+            return None
+        arrays, when = self._context.state[_ARRAYS], self._context.state[_ROUND]
+        if when["name"] != self._name:
+            return None  # an app may run several federations, one after another
+        leaves: dict[str, Leaf] = dict(flatten(template))
+        leaves |= {p: torch.from_numpy(read_array(a).copy()) for p, a in arrays.items()}
+        leaves["round"] = int(when["round"])
+        kept: Kept = restore(template, leaves)
+        return kept
+
+
+def _tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(path, leaf) for path, leaf in flatten(tree) if isinstance(leaf, torch.Tensor)]

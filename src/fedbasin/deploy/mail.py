@@ -1,0 +1,89 @@
+"""Messages out, replies in: one at a time as they arrive, never longer than is worth it.
+
+Flower's own `send_and_receive` returns once all replies are in memory. Here replies are handed
+over one by one, so that a server that averages as they arrive holds one model at a time, and a
+node that went offline is not waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+_ONLINE_EVERY = 5.0  # seconds between looks at who is online
+
+
+@dataclass
+class Mailbox:
+    """The messages under way.
+
+    Args:
+        grid: Flower's way to the nodes.
+        poll: seconds between looks at what came in.
+        late: ids of messages that were given up, with the node each was for.
+    """
+
+    grid: Grid
+    poll: float = 0.3
+    late: dict[str, int] = field(default_factory=dict)
+
+    def send(self, messages: Sequence[Message]) -> dict[str, int]:
+        """Send messages; return the node of each by the message's id."""
+        if not messages:
+            return {}
+        self.grid.push_messages(messages)
+        found = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
+        found.pop("", None)  # not taken by the server: counts as unanswered
+        return found
+
+    def replies(
+        self, sent: dict[str, int], timeout: float, gave_up: Callable[[int, str], None]
+    ) -> Iterator[Message]:
+        """Yield replies as they arrive; say which nodes were given up, and why."""
+        waiting = dict(sent)
+        deadline = time.monotonic() + timeout
+        looked = time.monotonic()
+        while waiting:
+            idle = True
+            for message_id in list(waiting):
+                arrived = list(self.grid.pull_messages([message_id]))
+                while arrived:
+                    idle = False
+                    waiting.pop(message_id, None)
+                    yield arrived.pop(0)  # no name keeps it alive while the next one comes
+            now = time.monotonic()
+            if not waiting:
+                return
+            if now > deadline:
+                self._give_up(waiting, list(waiting), f"no reply in {timeout:g} s", gave_up)
+                return
+            if now - looked > _ONLINE_EVERY:
+                looked, online = now, set(self.grid.get_node_ids())
+                gone = [i for i, node in waiting.items() if node not in online]
+                self._give_up(waiting, gone, "the node went offline", gave_up)
+            if idle:
+                time.sleep(self.poll)
+
+    def stragglers(self) -> Iterator[tuple[int, Message]]:
+        """Yield replies to messages that were given up before, with the node."""
+        for message_id, node in list(self.late.items()):
+            for reply in self.grid.pull_messages([message_id]):
+                del self.late[message_id]
+                if not reply.has_error():
+                    yield node, reply
+
+    def _give_up(
+        self,
+        waiting: dict[str, int],
+        lost: Sequence[str],
+        reason: str,
+        gave_up: Callable[[int, str], None],
+    ) -> None:
+        for message_id in lost:
+            node = waiting.pop(message_id)
+            self.late[message_id] = node
+            gave_up(node, reason)

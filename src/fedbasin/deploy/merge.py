@@ -1,0 +1,96 @@
+"""The server's half of a round, once the replies are there: merge, and score what counts."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from fedbasin.core.method import Context, Method, ReplyError
+from fedbasin.core.record import RoundRecord
+from fedbasin.deploy.replies import Collected, Guard, guarded
+from fedbasin.sim.evaluate import Examiner
+from fedbasin.sim.rounds import BufferPolicy, Server, notes_of
+
+_PIECE = 1 << 18  # elements that are looked at together
+Say = Callable[[int, str], None]  # a client and why it is named
+
+
+@dataclass(frozen=True)
+class Merger:
+    """How the server merges and scores.
+
+    Args:
+        method: how models are merged.
+        buffers: what happens to BatchNorm statistics.
+        recalibrate: renews statistics for a model, for the policy of that name.
+        guard: what happens to updates that are far longer than the others.
+        test: rows that the scored model is tested on.
+    """
+
+    method: Method
+    buffers: BufferPolicy = "mean"
+    recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None
+    guard: Guard | None = None
+    test: Examiner | None = None
+
+    def __post_init__(self) -> None:
+        if self.buffers == "recalibrate" and self.recalibrate is None:
+            raise ValueError("buffers='recalibrate' needs recalibrate=, a function of a model")
+
+    def merge(
+        self, server: Server, collected: Collected, context: Context, say: Say
+    ) -> tuple[Server, RoundRecord]:
+        """Return the server with the merged model, and what the record says of the merge.
+
+        Replies were checked one by one as they came in.
+        """
+        replies = collected.replies
+        if self.guard is not None:
+            replies, far = guarded(replies, server.send, self.guard)
+            for client, reason in far:
+                say(client, f"{reason}: {self.guard.action}ped")
+        buffers = server.buffers if self.buffers == "keep" else collected.buffers
+        if isinstance(context.proxy, Examiner):
+            context = replace(context, proxy=replace(context.proxy, buffers=buffers))
+        served, state = self.method.aggregate(server.state, server.send, replies, context)
+        if self.recalibrate is not None and self.buffers == "recalibrate" and buffers.numel():
+            buffers = self.recalibrate(served.score, buffers)
+        if not (served.send.sum().isfinite() and served.score.sum().isfinite()):
+            raise ReplyError(f"{self.method} made a model that is not finite of finite replies")
+        after = Server(server.round, served.send, served.score, buffers, state)
+        record = RoundRecord(
+            round=after.round,
+            train_loss=collected.train_loss,
+            update_norm=_distance(after.send, server.send),
+            model_norm=float(after.score.norm()),
+            notes=notes_of(served),
+        )
+        return after, record
+
+    def score(self, record: RoundRecord, server: Server, *, last: bool) -> RoundRecord:
+        """Add what the test rows say, where there are some."""
+        if self.test is None:
+            return record
+        began = time.perf_counter()
+        score = self.test.score(server.score, server.buffers)
+        raw = None
+        if server.send is not server.score:
+            raw = self.test.score(server.send, server.buffers).accuracy
+        return replace(
+            record,
+            accuracy=score.accuracy,
+            loss=score.loss,
+            accuracy_send=raw,
+            accuracy_per_class=score.per_class if last else None,
+            seconds_evaluate=time.perf_counter() - began,
+        )
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return |a - b| without a third model in memory."""
+    pieces = zip(a.split(_PIECE), b.split(_PIECE), strict=True)
+    return math.sqrt(sum(float((x - y).double().square().sum()) for x, y in pieces))

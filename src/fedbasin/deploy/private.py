@@ -1,0 +1,112 @@
+"""The class counts of all clients together, gathered by messages that show no client's own.
+
+    server -> holder    "keys"      holder makes a key pair; the public key comes back
+    server -> client    "encrypt"   with the public key; the client's encrypted counts come back
+    server -> holder    "decrypt"   with their sum; the sum in plain comes back
+    server -> client    "score"     with the sum in plain; one number comes back, by the method
+
+The secret key stays in the holder's client state and is thrown away after it has opened one
+sum. What is promised, and what is not, stands in `fedbasin.local.private_counts`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, Context, RecordDict
+
+from fedbasin.core.method import Method, PrivateCounts
+from fedbasin.core.rng import Key
+from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
+from fedbasin.deploy.wire import Refused, number, the_record
+from fedbasin.local.private_counts import (
+    PrivateCountsError,
+    add_counts,
+    decrypt_counts,
+    draw_holders,
+    encrypt_counts,
+    make_keys,
+)
+
+_SECRET = "fedbasin-secret"
+_log = logging.getLogger("flwr")
+
+
+def gather_private(clients: Clients, key: Key, classes: int) -> PrivateCounts:
+    """Return the sum of all class counts and each client's score: the server's part."""
+    total = gather(clients, key, classes)
+    nodes = clients.wait(clients.total)
+    told = _ask(clients, nodes, {ASK: "score", "total": total})
+    scores = [number(told[client], "score") for client in range(clients.total)]
+    rows = [clients.examples(client) for client in range(clients.total)]
+    return PrivateCounts(
+        torch.tensor(total), torch.tensor(scores, dtype=torch.float64), torch.tensor(rows)
+    )
+
+
+def gather(clients: Clients, key: Key, classes: int) -> list[int]:
+    """Return how many rows of each class the clients hold together: the server's part."""
+    nodes = clients.wait(clients.total)
+    holder = draw_holders(sorted(nodes), 1, key)[0]
+    public = _bytes(_ask(clients, {holder: nodes[holder]}, {ASK: "keys"})[holder], "public")
+    sent = _ask(clients, nodes, {ASK: "encrypt", "public": public})
+    messages = [_bytes(sent[client], "counts") for client in sorted(sent)]
+    total = add_counts(public, messages, classes)
+    question = {ASK: "decrypt", "sum": total, "classes": classes, "rows": clients.rows()}
+    found = _ask(clients, {holder: nodes[holder]}, question)[holder].get("total")
+    if not isinstance(found, list) or len(found) != classes:
+        raise Refused(f"client {holder} opened the sum of {classes} classes as {found!r}")
+    _log.info("Class counts of all clients, opened by client %d: %s", holder, found)
+    return [int(n) for n in found]
+
+
+def _ask(
+    clients: Clients, nodes: Mapping[int, int], question: dict[str, Any]
+) -> dict[int, ConfigRecord]:
+    """Ask clients and return the answers of all of them; one that is missing is an error."""
+    content = RecordDict({"config": ConfigRecord(question)})
+    found, failed = clients.ask(nodes, content, clients.patience)
+    if failed:
+        who = "; ".join(f"client {client}: {why}" for client, why in list(failed.items())[:5])
+        raise TooFewNodes(f"class counts need every client, at {question[ASK]!r}: {who}")
+    return {client: the_record(reply, ConfigRecord) for client, reply in found.items()}
+
+
+def answer(config: ConfigRecord, counts: list[int], context: Context, method: Method) -> RecordDict:
+    """Answer the server's question: a client's part."""
+    asked = config.get(ASK)
+    if asked == "keys":
+        keys = make_keys()
+        context.state[_SECRET] = ConfigRecord({"secret": keys.secret})
+        return _reply({"public": keys.public})
+    if asked == "encrypt":
+        return _reply({"counts": encrypt_counts(_bytes(config, "public"), counts)})
+    if asked == "decrypt":
+        held = context.state.config_records.get(_SECRET)
+        if held is None:
+            raise PrivateCountsError("this client holds no key, or has opened its one sum already")
+        del context.state[_SECRET]  # first, so that no sum is opened twice whatever happens
+        classes, rows = (int(number(config, k, least=1)) for k in ("classes", "rows"))
+        opened = decrypt_counts(_bytes(held, "secret"), _bytes(config, "sum"), classes, rows)
+        return _reply({"total": opened})
+    if asked == "score":
+        total = config.get("total")
+        if not isinstance(total, list) or len(total) != len(counts):
+            raise Refused(f"total is {total!r}, expected rows by class of {len(counts)} classes")
+        own, everyone = torch.tensor(counts), torch.tensor([int(n) for n in total])
+        return _reply({"score": method.score_counts(own, everyone)})
+    raise Refused(f"unknown question {asked!r}; there is who, keys, encrypt, decrypt and score")
+
+
+def _reply(values: dict[str, Any]) -> RecordDict:
+    return RecordDict({"config": ConfigRecord(values)})
+
+
+def _bytes(record: ConfigRecord, key: str) -> bytes:
+    value = record.get(key)
+    if not isinstance(value, bytes):
+        raise Refused(f"{key} is {type(value).__name__}, expected bytes")
+    return value

@@ -1,0 +1,53 @@
+"""The cohort's full gradients before it trains, for methods that ask for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from torch import Tensor
+
+from fedbasin.core.method import Probe
+from fedbasin.deploy.clients import ASK, Clients
+from fedbasin.deploy.wire import Refused, number, read_tree, the_record, write_tree
+
+GRADIENT = "gradient"  # what the server asks for
+_log = logging.getLogger("flwr")
+
+
+def gather_gradients(
+    clients: Clients, nodes: Mapping[int, int], arrays: ArrayRecord, like: Tensor, timeout: float
+) -> tuple[list[int], Probe]:
+    """Return the clients that sent a gradient, in order, and what they sent: the server's part."""
+    content = RecordDict({"arrays": arrays, "config": ConfigRecord({ASK: GRADIENT})})
+    found, failed = clients.ask(nodes, content, timeout)
+    gradients: dict[int, tuple[Tensor, float]] = {}
+    for client, reply in found.items():
+        try:
+            gradients[client] = _read(reply, like)
+        except Refused as reason:
+            failed[client] = str(reason)
+    for client, why in failed.items():
+        _log.warning("client %d sends no gradient and sits this round out: %s", client, why)
+    order = sorted(gradients)
+    weights = torch.tensor([gradients[c][1] for c in order], dtype=torch.float64)
+    rows = [gradients[c][0] for c in order]
+    stacked = torch.stack(rows) if rows else like.new_empty(0, like.numel())
+    return order, Probe(stacked.to(like.device), weights.to(like.device))
+
+
+def _read(reply: RecordDict, like: Tensor) -> tuple[Tensor, float]:
+    tree = read_tree(the_record(reply, ArrayRecord), the_record(reply, ConfigRecord))
+    fits = isinstance(tree, tuple) and len(tree) == 1 and isinstance(tree[0], Tensor)
+    if not fits or tree[0].shape != like.shape or tree[0].dtype != like.dtype:
+        raise Refused(f"its gradient is not one vector of {like.numel()} numbers of {like.dtype}")
+    return tree[0], number(the_record(reply, MetricRecord), "num-examples", least=0)
+
+
+def answer_gradient(gradient: Tensor, examples: int) -> RecordDict:
+    """Return a client's gradient as a message: the client's part."""
+    arrays, shape = write_tree((gradient,))
+    metrics = MetricRecord({"num-examples": examples})
+    return RecordDict({"arrays": arrays, "shape": shape, "metrics": metrics})

@@ -1,0 +1,235 @@
+"""The replies of one round: each is checked by itself, then kept as it is or averaged at once."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from torch import Tensor
+
+from fedbasin.core.method import Plan, Replies
+from fedbasin.core.tree import flatten, stack
+from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.deploy.wire import Codec, Part, Refused, content_bytes, number, read_tree, the_record
+
+_log = logging.getLogger("flwr")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What happens to an update that is far longer than the cohort's.
+
+    Args:
+        times: how many times the median norm an update may be.
+        action: ``"clip"`` it to that length, or ``"drop"`` the client for the round.
+    """
+
+    times: float = 5.0
+    action: Literal["clip", "drop"] = "clip"
+
+    def __post_init__(self) -> None:
+        if not self.times >= 1:
+            raise ValueError(f"times must be at least 1, got {self.times}")
+        if self.action not in ("clip", "drop"):
+            raise ValueError(f"action must be 'clip' or 'drop', got {self.action!r}")
+
+
+@dataclass
+class Tally:
+    """What was refused so far, by client and reason; names go to the log as well."""
+
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def refuse(self, round: int, client: int | None, node: int, reason: str) -> None:
+        """Count a refusal and name it."""
+        who = f"node {node}" if client is None else f"client {client}"
+        self.refused[f"{who}: {reason}"] += 1
+        _log.warning("round %d: refused the reply of %s (node %d): %s", round, who, node, reason)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What travels beside one model."""
+
+    client: int
+    weight: float
+    steps: float
+    lr_sum: float
+    length: float
+    last_loss: float
+    mean_loss: float
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A round's replies as the method sees them."""
+
+    replies: Replies
+    buffers: Tensor  # [Q] mean statistics
+    train_loss: float
+    models: int  # replies that went in
+
+
+@dataclass
+class Collector:
+    """Takes one reply after another.
+
+    Args:
+        codec: how models are read.
+        round: finished rounds when the cohort was asked.
+        plan: how it was told to train.
+        weight_key: the metric that holds a client's number of samples.
+        rules: how many client rules must report; 0 takes replies of any Flower client.
+        stream: the weighting to average by at once, or None to keep every model.
+    """
+
+    codec: Codec
+    round: int
+    plan: Plan
+    weight_key: str = "num-examples"
+    rules: int = 0
+    stream: Weighting | None = None
+    bytes_up: int = 0
+    numbers: list[Numbers] = field(default_factory=list)
+    _models: list[tuple[Tensor, Tensor, tuple[Any, ...]]] = field(default_factory=list)
+    _total: tuple[Tensor, Tensor] | None = None
+    _counted: list[float] = field(default_factory=lambda: [0.0, 0.0])  # shares, samples
+
+    @property
+    def clients(self) -> set[int]:
+        """Whose replies were taken."""
+        return {n.client for n in self.numbers}
+
+    def take(self, client: int, node: int, reply: Message) -> None:
+        """Check a reply and take it, or refuse it with the reason."""
+        if reply.metadata.src_node_id != node:
+            raise Refused(f"it comes from node {reply.metadata.src_node_id}, node {node} was asked")
+        if client in self.clients:
+            raise Refused("it answers twice in one round")
+        numbers = self._numbers(client, the_record(reply.content, MetricRecord))
+        record: ArrayRecord = the_record(reply.content, ArrayRecord, self._array_key(reply))
+        parts = self.codec.parts(record)
+        if self.stream is None:
+            reports = self._reports(reply)
+            self._models.append((*self.codec.copied(parts), reports))
+        else:
+            self._add(parts, numbers.weight)
+        self.bytes_up += content_bytes(reply.content)
+        self.numbers.append(numbers)
+
+    def finish(self, server: Tensor) -> Collected:
+        """Return the replies in the order of client ids, as a matrix or as one mean; once only."""
+        order = sorted(range(len(self.numbers)), key=lambda i: self.numbers[i].client)
+        numbers = [self.numbers[i] for i in order]
+
+        def column(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+            values = [getattr(n, name) for n in numbers]
+            return torch.tensor(values, dtype=dtype, device=server.device)
+
+        empty = server.new_empty(len(numbers), 0)
+        replies = Replies(
+            models=empty,
+            weights=column("weight"),
+            clients=column("client", torch.int64),
+            steps=column("steps"),
+            lr_sum=column("lr_sum"),
+            lengths=column("length"),
+            last_loss=column("last_loss", server.dtype),
+        )
+        loss = float(shares(replies.weights) @ column("mean_loss"))
+        if self.stream is not None:
+            assert self._total is not None
+            (vector, buffers), self._total = self._total, None  # the caller's alone from now on
+            vector /= self._counted[0]
+            buffers /= max(self._counted[1], 1e-300)
+            one = replace(replies.averaged(self.stream), models=vector.to(server.device)[None])
+            return Collected(one, buffers.to(server.device), loss, len(numbers))
+        models, self._models = [self._models[i] for i in order], []
+        statistics = torch.stack([m[1] for m in models]).to(server.device)
+        replies = replace(
+            replies,
+            models=torch.stack([m[0] for m in models]).to(server.device),
+            reports=stack([m[2] for m in models]),
+        )
+        buffers = weighted_mean(statistics, shares(replies.weights))
+        return Collected(replies, buffers, loss, len(numbers))
+
+    def _add(self, parts: list[Part], weight: float) -> None:
+        if self._total is None:
+            self._total = (
+                torch.zeros(self.codec.layout.size, dtype=self.codec.dtype),
+                torch.zeros(self.codec.statistics.size, dtype=self.codec.dtype),
+            )
+        share = weight if self.stream == "samples" else float(weight > 0)
+        self.codec.add(parts, (share, weight), self._total)
+        self._counted[0] += share
+        self._counted[1] += weight
+
+    def _array_key(self, reply: Message) -> str | None:
+        """Return which array record is the model, where there is a report beside it."""
+        return "arrays" if "report" in reply.content else None
+
+    def _numbers(self, client: int, metrics: MetricRecord) -> Numbers:
+        for key, expected in (("server-round", self.round + 1), ("partition-id", client)):
+            if key in metrics and metrics[key] != expected:
+                raise Refused(f"it is for {key} {metrics[key]}, expected {expected}")
+        own = "steps" in metrics
+        if self.rules and not (own and "server-round" in metrics and "partition-id" in metrics):
+            raise Refused("the method has client rules, which only fedbasin's ClientApp follows")
+        loss = metrics.get("train_loss", metrics.get("train-loss"))
+        found = float(loss) if isinstance(loss, int | float) else float("nan")
+        return Numbers(
+            client=client,
+            weight=number(metrics, self.weight_key, least=0),
+            steps=number(metrics, "steps", least=0) if own else 1.0,
+            lr_sum=number(metrics, "lr-sum", least=0) if own else self.plan.lr,
+            length=number(metrics, "length", least=0) if own else 1.0,
+            last_loss=number(metrics, "last-loss") if own else found,
+            mean_loss=found,
+        )
+
+    def _reports(self, reply: Message) -> tuple[Any, ...]:
+        """Return what the client's rules report, shaped like the first reply's."""
+        if "report" not in reply.content:
+            reports: Any = tuple(() for _ in range(self.rules))
+        else:
+            reports = read_tree(
+                the_record(reply.content, ArrayRecord, "report"),
+                the_record(reply.content, ConfigRecord, "report-shape"),
+            )
+        if not isinstance(reports, tuple) or len(reports) != self.rules:
+            raise Refused(f"it must report on {self.rules} client rules")
+        if self._models and _shape(reports) != _shape(self._models[0][2]):
+            raise Refused("its report is shaped unlike the other clients'")
+        return reports
+
+
+def _shape(tree: Any) -> list[tuple[str, Any]]:
+    return [
+        (path, (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf)
+        for path, leaf in flatten(tree)
+    ]
+
+
+def guarded(
+    replies: Replies, server: Tensor, guard: Guard
+) -> tuple[Replies, list[tuple[int, str]]]:
+    """Clip or drop updates that are far longer than the cohort's; say which, and how long."""
+    moves = replies.models - server
+    norms = moves.norm(dim=1)
+    limit = guard.times * norms.median()
+    far = norms > limit
+    if len(norms) < 3 or not bool(far.any()):
+        return replies, []
+    said = [
+        (int(client), f"its update is {float(norm / norms.median()):.3g} times the median norm")
+        for client, norm in zip(replies.clients[far], norms[far], strict=True)
+    ]
+    if guard.action == "drop":
+        return replies.take(torch.nonzero(~far)[:, 0]), said
+    scale = torch.where(far, limit / norms, torch.ones_like(norms))
+    return replace(replies, models=server + moves * scale[:, None]), said

@@ -1,0 +1,398 @@
+"""Any method as a Flower strategy."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor
+
+from fedbasin.core.catalogue import needs_of
+from fedbasin.core.expressions import Choice, parse
+from fedbasin.core.method import Context, Method, Plan
+from fedbasin.core.net import Net
+from fedbasin.core.record import RoundRecord
+from fedbasin.core.rng import root
+from fedbasin.core.vectors import Weighting
+from fedbasin.deploy.clients import Clients
+from fedbasin.deploy.cohort import Cohort, content_of
+from fedbasin.deploy.evaluation import entered, mean_metrics, unheard
+from fedbasin.deploy.mail import Mailbox
+from fedbasin.deploy.merge import Merger
+from fedbasin.deploy.private import gather_private
+from fedbasin.deploy.probe import gather_gradients
+from fedbasin.deploy.replies import Collector, Guard, Tally
+from fedbasin.deploy.resume import Journal
+from fedbasin.deploy.wire import Codec
+from fedbasin.sim.evaluate import Examiner
+from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.rounds import BufferPolicy, Server
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+_STREAM_ABOVE = 256 << 20  # bytes of replies that are worth averaging as they arrive
+_log = logging.getLogger("flwr")
+
+
+class FedbasinStrategy(Strategy):  # type: ignore[misc]
+    """Merge with any method of the catalogue, or with one of your own.
+
+    In an app written for Flower's FedAvg, one line changes:
+
+        strategy = FedbasinStrategy("ima(fedavg)", fraction_train=0.5)
+
+    Args:
+        method: how the server merges: an expression, or the method itself.
+        fraction_train: share of the connected clients that train in a round.
+        fraction_evaluate: share of them that evaluate the scored model.
+        min_train_nodes: a round waits until so many good replies are there.
+        min_evaluate_nodes: least number of clients that evaluate.
+        min_available_nodes: clients that must be connected before a round begins.
+        weighted_by_key: the metric in which clients say how many samples they hold.
+        arrayrecord_key: where clients find the model.
+        configrecord_key: where they find the round's settings.
+        participation: who trains, such as ``"count(clients=3)"``, in place of `fraction_train`.
+        seed: draws cohorts, and batches on clients of fedbasin.
+        net: the network, for methods that treat its head apart.
+        schedule: the plan of each round; by default ``train_config["lr"]`` and one epoch.
+        batch: the clients' batch size, for methods that ask for it.
+        proxy: labelled rows on the server, for methods that learn from them.
+        context: what else the method may know, as a simulation has it; it goes before the last two.
+        counts: how class counts reach methods that need them: each client's in ``"plain"``, or
+            their sum alone by way of encryption.
+        classes: number of classes, for private counts.
+        test: rows that the scored model is tested on after each round.
+        buffers: what happens to BatchNorm statistics.
+        recalibrate: renews statistics for a model, for the policy of that name.
+        guard: what happens to updates that are far longer than the others.
+        stream: whether to average replies as they arrive, where the method allows it; ``"auto"``
+            does so for cohorts that would take more than 256 MiB.
+        folder: where records and checkpoints go; a checkpoint found there is gone on from.
+        checkpoint_every: save after every k rounds. With 1, a stopped run goes on with the round
+            it was in; with more, clients that keep a state of their own may be ahead of it.
+        patience: seconds to wait for nodes that are needed.
+        facts: what the summary says beside the measured numbers.
+    """
+
+    # Set up by `start`, and by the round under way.
+    _codec: Codec
+    _mail: Mailbox
+    _clients: Clients
+    _context: Context
+    _schedule: Callable[[int], Plan]
+    _timeout: float
+    _server: Server
+    _now: Context
+    _cohort: Cohort
+    _record: RoundRecord
+
+    def __init__(
+        self,
+        method: Method | str = "fedavg",
+        *,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        participation: str | None = None,
+        seed: int = 0,
+        net: Net | None = None,
+        schedule: Callable[[int], Plan] | None = None,
+        batch: int = 0,
+        proxy: Examiner | None = None,
+        context: Context | None = None,
+        counts: Literal["plain", "private"] = "plain",
+        classes: int = 0,
+        test: Examiner | None = None,
+        buffers: BufferPolicy = "mean",
+        recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None,
+        guard: Guard | None = None,
+        stream: bool | Literal["auto"] = "auto",
+        folder: Path | str | None = None,
+        checkpoint_every: int = 1,
+        patience: float = 600.0,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        import fedbasin.methods  # noqa: F401  (fills the catalogue)
+
+        self.method: Method = parse(method, "method") if isinstance(method, str) else method
+        self.participation: Choice = parse(
+            participation or f"fraction(rate={fraction_train})", "participation"
+        )
+        self.fraction_evaluate, self.min_evaluate_nodes = fraction_evaluate, min_evaluate_nodes
+        self.min_train_nodes, self.min_available_nodes = min_train_nodes, min_available_nodes
+        self.weighted_by_key = weighted_by_key
+        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
+        self.key, self.seed, self.net = root(seed), seed, net
+        self.schedule, self.batch, self.proxy, self.context = schedule, batch, proxy, context
+        self.counts, self.classes = counts, classes or (test.classes if test else 0)
+        self.merger = Merger(self.method, buffers, recalibrate, guard, test)
+        self.stream, self.patience = stream, patience
+        self.journal = Journal(folder, checkpoint_every, dict(facts or {}))
+        self.tally = Tally()
+
+    def summary(self) -> None:
+        """Log what the strategy is."""
+        _log.info("\t├──> Method: %s", self.method)
+        _log.info("\t├──> Sampling: %s, seed %d", self.participation, self.seed)
+        _log.info("\t├──> Minimum replies: train (%d)", self.min_train_nodes)
+        _log.info("\t└──> Minimum available nodes: %d", self.min_available_nodes)
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Run all rounds, or go on with those a checkpoint has not seen.
+
+        Args:
+            grid: Flower's way to the nodes.
+            initial_arrays: the first model.
+            num_rounds: how many rounds there are.
+            timeout: seconds that a round waits for replies.
+            train_config: what clients are told beside the model.
+            evaluate_config: the same for evaluation.
+            evaluate_fn: tests the scored model on the server.
+        """
+        _log.info("Starting %s strategy:", type(self).__name__)
+        _log.info("\t├── Number of rounds: %d", num_rounds)
+        self.summary()
+        train, evaluate = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        self._timeout = timeout
+        self._begin(grid, initial_arrays, num_rounds, train)
+        result, arrays = Result(), self._arrays(self._server.send)
+        result.arrays = self._scored(arrays)
+        if evaluate_fn is not None and self._server.round == 0:
+            first = evaluate_fn(0, result.arrays)
+            _log.info("Initial global evaluation results: %s", first)
+            if first is not None:
+                result.evaluate_metrics_serverapp[0] = first
+        for now in range(self._server.round + 1, num_rounds + 1):
+            began = time.perf_counter()
+            _log.info("")
+            _log.info("[ROUND %s/%s]", now, num_rounds)
+            messages = list(self.configure_train(now, arrays, train, grid))
+            arrays, metrics = self.aggregate_train(now, self._cohort.replies(messages))
+            if metrics is not None:
+                _log.info("\t└──> Aggregated MetricRecord: %s", metrics)
+                result.train_metrics_clientapp[now] = metrics
+            result.arrays = self._scored(arrays)
+            last = now == num_rounds
+            record = self.merger.score(self._record, self._server, last=last)
+            record = self._examine(record, grid, evaluate, evaluate_fn, result)
+            record = replace(record, seconds=time.perf_counter() - began)
+            saved = self.journal.append(record, self._server, str(self.method), last=last)
+            if saved and self._context.archive is not None:
+                self._context.archive.sweep()
+        self._finish(result)
+        return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draw the cohort and say what each client is sent."""
+        now, server, method = server_round - 1, self._server, self.method
+        plan = method.plan(self._schedule, self._context.at(now, 0.0))
+        self._now = self._context.at(now, plan.lr, plan)
+        online = self._clients.wait(max(self.min_available_nodes, 1))
+        eligible = np.array(sorted(online), dtype=np.int64)
+        drawn = draw_cohort(self.participation, eligible, self.key.fold("cohort", now)).tolist()
+        _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
+        if method.probes:
+            nodes = {client: online[client] for client in drawn}
+            drawn, probe = gather_gradients(
+                self._clients, nodes, arrays, server.send, self._timeout
+            )
+            self._now = replace(self._now, probe=probe)
+        shared = method.broadcast(server.state, server.send, self._now)
+        self._cohort = Cohort(
+            round=server_round,
+            clients=self._clients,
+            collector=Collector(
+                codec=self._codec,
+                round=now,
+                plan=plan,
+                weight_key=self.weighted_by_key,
+                rules=len(method.rules()),
+                stream=self._streams(len(drawn)),
+            ),
+            tally=self.tally,
+            content=content_of(
+                {self.arrayrecord_key: arrays, self.configrecord_key: config},
+                server_round,
+                plan,
+                shared,
+                {"method": str(method), "name": self.journal.name, "seed": self.seed},
+            ),
+            asked={client: online[client] for client in drawn},
+            least=min(self.min_train_nodes, len(drawn)),
+            timeout=self._timeout,
+            patience=self.patience,
+        )
+        for node, _ in self._mail.stragglers():
+            self._cohort.late(node)
+        return self._cohort.messages(drawn)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, MetricRecord | None]:
+        """Check replies one by one, then merge what is left; returns what clients start from."""
+        began, cohort = time.perf_counter(), self._cohort
+        cohort.collect(replies)
+        arrived, count = time.perf_counter(), len(cohort.collector.numbers)
+        failures = len(cohort.asked) - count
+        _log.info("aggregate_train: Received %s results and %s failures", count, failures)
+        record, metrics = RoundRecord(server_round), None
+        self._server = replace(self._server, round=server_round)
+        if any(numbers.weight > 0 for numbers in cohort.collector.numbers):
+            self._server, record = self.merger.merge(
+                self._server,
+                cohort.collector.finish(self._server.send),
+                self._now,
+                lambda c, why: cohort.refuse(c, cohort.asked[c], why),
+            )
+            if math.isfinite(record.train_loss or 0.0):
+                metrics = MetricRecord({"train_loss": record.train_loss})
+        merged = time.perf_counter()
+        _log.info("\t├──> Merged by %s in %.3f s", self.method, merged - arrived)
+        self._record = replace(
+            record,
+            lr=self._now.lr,
+            replies=count,
+            dropped=failures,
+            refused=cohort.refused,
+            bytes_down=cohort.bytes_down,
+            bytes_up=cohort.collector.bytes_up,
+            seconds_train=arrived - began,
+            seconds_merge=merged - arrived,
+        )
+        return self._arrays(self._server.send), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let clients evaluate the scored model on data of their own."""
+        if self.fraction_evaluate == 0:
+            return []
+        online = self._clients.online()
+        wanted = max(int(self.fraction_evaluate * len(online)), self.min_evaluate_nodes)
+        size = min(wanted, len(online))
+        draws = self.key.fold("evaluate", server_round - 1).numpy()
+        chosen = draws.choice(sorted(online), size, replace=False).tolist() if size else []
+        _log.info("configure_evaluate: Sampled %s nodes (out of %s)", size, len(online))
+        settings = ConfigRecord({**config, "server-round": server_round})
+        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
+        kind, ttl = MessageType.EVALUATE, 2 * self._timeout
+        return [Message(content, online[client], kind, ttl=ttl) for client in chosen]
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the mean of what clients measured, weighted by their samples."""
+        return mean_metrics(replies, self.weighted_by_key)
+
+    def _begin(
+        self, grid: Grid, arrays: ArrayRecord, rounds: int, train_config: ConfigRecord
+    ) -> None:
+        """Meet the clients, set up the method, and take up where a checkpoint was written."""
+        device = "cpu" if self.net is None else self.net.device
+        self._codec = Codec.of(arrays, self.net)
+        vector, buffers = (part.to(device) for part in self._codec.read(arrays))
+        needs = needs_of(self.method)
+        proxy = self.proxy if self.context is None else self.context.proxy
+        if "proxy" in needs and proxy is None:
+            raise ValueError(f"{self.method} learns from data on the server: give proxy=")
+        wants_counts = "class_counts" in needs
+        self._mail = Mailbox(grid)
+        self._clients = Clients(self._mail, wants_counts and self.counts == "plain", self.patience)
+        self._clients.wait(max(self.min_available_nodes, 1))
+        counts = private = None
+        if wants_counts and self.counts == "private":
+            private = gather_private(self._clients, self.key, self.classes)
+        elif wants_counts:
+            counts = self._clients.class_counts()
+        known = self.context or Context(
+            self._codec.layout, 0, 0, self.key, batch=self.batch, proxy=self.proxy
+        )
+        self._context = replace(
+            known,
+            layout=self._codec.layout,
+            clients=self._clients.total,
+            rounds=rounds,
+            key=self.key,
+            examples=self._clients.mean_examples(),
+            class_counts=counts,
+            private_counts=private,
+            archive=self.journal.archive(),
+            net=self.net,
+        )
+        lr = train_config.get("lr", 0.0)
+        usual = Plan(float(lr) if isinstance(lr, int | float) else 0.0, 1)
+        self._schedule = self.schedule or (lambda round: usual)
+        state = self.method.init(vector, self._context)
+        fresh = Server(0, vector, vector, buffers, state)
+        self._server = self.journal.restored(fresh, str(self.method))
+
+    def _arrays(self, vector: Tensor) -> ArrayRecord:
+        return self._codec.write(vector, self._server.buffers)
+
+    def _scored(self, sent: ArrayRecord) -> ArrayRecord:
+        """Return the model that counts: what is sent, where that is the one."""
+        one = self._server.score is self._server.send
+        return sent if one else self._arrays(self._server.score)
+
+    def _streams(self, cohort: int) -> Weighting | None:
+        """Return how replies are averaged as they arrive, or None to keep them all."""
+        weighting, size = self.method.streams(), self._codec.layout.size
+        large = cohort * size * self._server.send.element_size() > _STREAM_ABOVE
+        if self.merger.guard is not None or not (large if self.stream == "auto" else self.stream):
+            return None
+        return weighting
+
+    def _examine(
+        self,
+        record: RoundRecord,
+        grid: Grid,
+        config: ConfigRecord,
+        evaluate_fn: EvaluateFn | None,
+        result: Result,
+    ) -> RoundRecord:
+        """Let clients, then the user's function, evaluate the scored model."""
+        began, now = time.perf_counter(), record.round
+        found = tested = None
+        messages = list(self.configure_evaluate(now, result.arrays, config, grid))
+        if messages:
+            sent = self._mail.send(messages)
+            found = self.aggregate_evaluate(now, self._mail.replies(sent, self._timeout, unheard))
+        if evaluate_fn is not None:
+            tested = evaluate_fn(now, result.arrays)
+        record = entered(record, result, found, tested)
+        spent = time.perf_counter() - began
+        return replace(record, seconds_evaluate=record.seconds_evaluate + spent)
+
+    def _finish(self, result: Result) -> None:
+        summary = self.journal.finish(str(self.method), self.seed, self.tally.refused)
+        self.journal.ship(result.arrays.to_torch_state_dict())
+        _log.info("")
+        _log.info("Strategy execution finished in %.2fs", summary["seconds"])
+        for reason, times in self.tally.refused.items():
+            _log.info("\trefused %d times: %s", times, reason)
+        for line in str(result).splitlines():
+            _log.info("\t%s", line)

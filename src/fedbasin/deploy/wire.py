@@ -1,0 +1,314 @@
+"""Models, trees and numbers to and from Flower's records; everything that arrives is checked.
+
+A model travels under the network's own parameter names, as in any Flower app, so that clients
+and strategies of others understand it. Trees (what a method broadcasts, what a rule reports)
+travel as named arrays beside a skeleton in JSON. Arrays are in NumPy's own format without
+pickle, and are looked at where they lie.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections import namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from scipy.linalg.blas import daxpy, saxpy
+from torch import Tensor
+
+from fedbasin.core.net import Net
+from fedbasin.core.tree import parts_of
+from fedbasin.core.vectors import Layout
+
+_NUMPY = "numpy.ndarray"  # how Flower names the only format that is read
+SKELETON = "skeleton"  # the key under which a tree's shape travels
+_STATISTICS = ("running_mean", "running_var")  # what BatchNorm calls its float buffers
+_DEEPEST, _LONGEST = 8, 1 << 16  # of a skeleton: levels, characters
+
+
+class Refused(ValueError):
+    """A message that must not be used, with the reason."""
+
+
+def read_array(array: Array) -> np.ndarray:
+    """Return an array as a read-only view of the received bytes."""
+    if array.stype != _NUMPY:
+        raise Refused(f"an array is stored as {array.stype!r}, expected {_NUMPY!r}")
+    head = io.BytesIO(array.data)
+    try:
+        first = np.lib.format.read_magic(head) == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if first else _read_header_2_0
+        shape, fortran, dtype = read(head)
+    except (ValueError, EOFError, SyntaxError) as error:
+        raise Refused(f"an array cannot be read: {error}") from error
+    if dtype.kind not in "biuf" or not dtype.isnative or (fortran and len(shape) > 1):
+        raise Refused(f"an array of type {dtype} or order Fortran is not accepted")
+    size = math.prod(shape)
+    if len(array.data) - head.tell() != dtype.itemsize * size:
+        raise Refused(f"an array of shape {shape} does not fill its {len(array.data)} bytes")
+    if not size:
+        return np.zeros(shape, dtype)
+    return np.frombuffer(array.data, dtype, size, head.tell()).reshape(shape)
+
+
+def _read_header_2_0(head: io.BytesIO) -> Any:
+    return np.lib.format.read_array_header_2_0(head)
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether no number is NaN or Inf."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if values.size == 0 or math.isfinite(values.sum()):  # the usual case, in one pass
+            return True
+    # The sum of finite numbers may overflow; the least and the largest do not.
+    return bool(np.isfinite(values.min()) and np.isfinite(values.max()))
+
+
+def add_scaled(total: np.ndarray, values: np.ndarray, scale: float) -> None:
+    """Add ``scale * values`` to a total of the same type in place, in one pass."""
+    if values.size:
+        axpy = saxpy if total.dtype == np.float32 else daxpy
+        added = axpy(values.reshape(-1), total, a=scale)
+        assert added is total or np.shares_memory(added, total)
+
+
+class Part(NamedTuple):
+    """One array of a model."""
+
+    trained: bool  # whether it belongs to the vector [P]; else to the statistics [Q]
+    place: slice
+    values: np.ndarray  # read-only, as they lie in the message
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How one network's vectors become arrays by name, and back.
+
+    Args:
+        layout: the parts of a vector [P].
+        statistics: the parts of the float buffers [Q].
+        dtype: floating type of both.
+        fixed: arrays that never travel back: integer buffers and frozen parts.
+        order: all names, as the network's `state_dict` has them.
+    """
+
+    layout: Layout
+    statistics: Layout
+    dtype: torch.dtype
+    fixed: Mapping[str, Array]
+    order: tuple[str, ...]
+
+    @classmethod
+    def of(cls, arrays: ArrayRecord, net: Net | None = None) -> Codec:
+        """Lay out the arrays of a network; without the network, BatchNorm is told by its names."""
+        found = {name: read_array(array) for name, array in arrays.items()}
+        if net is not None:
+            layout, statistics = net.layout, net.buffer_layout
+            missing = [n for n in (*layout.names, *statistics.names) if n not in found]
+            if missing:
+                raise Refused(f"the arrays lack {', '.join(missing[:5])} of the network")
+        else:
+            floats = {
+                n: torch.from_numpy(a.copy()) for n, a in found.items() if a.dtype.kind == "f"
+            }
+            own = {n: n.split(".")[-1] in _STATISTICS for n in floats}
+            layout = Layout.of((n, t) for n, t in floats.items() if not own[n])
+            statistics = Layout.of((n, t) for n, t in floats.items() if own[n])
+        moving = (*layout.names, *statistics.names)
+        types = {str(found[name].dtype) for name in moving}
+        if len(types) != 1 or not types <= {"float32", "float64"}:
+            raise Refused(f"the network's arrays are {sorted(types)}; use float32 or float64 alone")
+        fixed = {name: array for name, array in arrays.items() if name not in moving}
+        return cls(layout, statistics, getattr(torch, types.pop()), fixed, tuple(arrays))
+
+    def write(self, vector: Tensor, buffers: Tensor, *, whole: bool = True) -> ArrayRecord:
+        """Return vectors as arrays by name, with or without those that never change."""
+        parts = self.layout.views(vector) | self.statistics.views(buffers)
+        arrays = {n: Array(t.detach().cpu().numpy()) for n, t in parts.items()}
+        if whole:
+            arrays |= self.fixed
+        return ArrayRecord({name: arrays[name] for name in self.order if name in arrays})
+
+    def parts(self, record: ArrayRecord) -> list[Part]:
+        """Return the parts of a model that came in, where they lie in the message.
+
+        Wrong names, shapes and types are refused, and so is what is not finite.
+        """
+        odd = [n for n in record if n not in self.order]
+        if odd:
+            raise Refused(f"the model has arrays of other names: {', '.join(sorted(odd)[:5])}")
+        found = []
+        for layout in (self.layout, self.statistics):
+            for name, shape in zip(layout.names, layout.shapes, strict=True):
+                if name not in record:
+                    raise Refused(f"the model lacks {name}")
+                values = self._values(record[name], name, shape)
+                if not all_finite(values):
+                    raise Refused(f"{name} holds NaN or Inf")
+                found.append(Part(layout is self.layout, layout.slices[name], values))
+        return found
+
+    def _values(self, array: Array, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        plain = str(self.dtype).removeprefix("torch.")
+        head, size = _header(plain, shape), math.prod(shape)
+        if array.stype == _NUMPY and array.data.startswith(head) and size:  # the usual case
+            dtype = np.dtype(plain)
+            if len(array.data) == len(head) + size * dtype.itemsize:
+                return np.frombuffer(array.data, dtype, size, len(head)).reshape(shape)
+        values = read_array(array)
+        if values.shape != shape:
+            raise Refused(f"{name} has shape {values.shape}, expected {shape}")
+        if str(values.dtype) != plain:
+            raise Refused(f"{name} is {values.dtype}, expected {plain}")
+        return values
+
+    def add(
+        self, parts: list[Part], scales: tuple[float, float], totals: tuple[Tensor, Tensor]
+    ) -> None:
+        """Add a model's parts to two vectors in place: scaled, and its statistics by their own."""
+        vector, buffers = (total.numpy() for total in totals)
+        for part in parts:
+            total, scale = (vector, scales[0]) if part.trained else (buffers, scales[1])
+            add_scaled(total[part.place], part.values, scale)
+
+    def read(self, record: ArrayRecord) -> tuple[Tensor, Tensor]:
+        """Return a model that came in as new vectors [P] and [Q]."""
+        return self.copied(self.parts(record))
+
+    def copied(self, parts: list[Part]) -> tuple[Tensor, Tensor]:
+        """Return a model's parts as new vectors [P] and [Q]."""
+        vector = torch.empty(self.layout.size, dtype=self.dtype)
+        buffers = torch.empty(self.statistics.size, dtype=self.dtype)
+        for part in parts:
+            target = vector if part.trained else buffers
+            target.numpy()[part.place] = part.values.reshape(-1)
+        return vector, buffers
+
+
+@lru_cache(4096)
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return how NumPy begins the file of such an array."""
+    head = io.BytesIO()
+    one = np.lib.format.header_data_from_array_1_0(np.broadcast_to(np.empty((), dtype), shape))
+    np.lib.format.write_array_header_1_0(head, one | {"fortran_order": False})
+    return head.getvalue()
+
+
+def write_tree(tree: Any) -> tuple[ArrayRecord, ConfigRecord]:
+    """Return the arrays of a tree by path, and its skeleton."""
+    arrays: dict[str, Array] = {}
+
+    def bones(node: Any, path: str) -> Any:
+        parts = parts_of(node)
+        if parts is None:
+            if not isinstance(node, Tensor):
+                return {"=": node}
+            arrays[path] = Array(np.asarray(node.detach().cpu().numpy()))
+            return None
+        inner = {name: bones(part, f"{path}.{name}" if path else name) for name, part in parts}
+        plain = isinstance(node, tuple) and not hasattr(node, "_fields")
+        return list(inner.values()) if plain else inner
+
+    skeleton = json.dumps(bones(tree, ""))
+    return ArrayRecord(arrays), ConfigRecord({SKELETON: skeleton})
+
+
+def read_tree(arrays: ArrayRecord, shape: ConfigRecord) -> Any:
+    """Build a tree of tuples and named tuples from what `write_tree` gave."""
+    text, taken = shape.get(SKELETON), set()
+    if not isinstance(text, str) or len(text) > _LONGEST:
+        raise Refused("a tree has no skeleton, or one that is too long")
+
+    def grown(node: Any, path: str, depth: int) -> Any:
+        if depth > _DEEPEST:
+            raise Refused(f"a tree is deeper than {_DEEPEST} levels")
+        if node is None:
+            return leaf(path)
+        if isinstance(node, list):
+            inner = [(str(i), part) for i, part in enumerate(node)]
+        elif isinstance(node, dict) and set(node) == {"="}:
+            return scalar(node["="], path)
+        elif isinstance(node, dict):
+            inner = list(node.items())
+        else:
+            raise Refused(f"a tree's skeleton is damaged at {path!r}")
+        parts = [grown(part, f"{path}.{n}" if path else n, depth + 1) for n, part in inner]
+        return tuple(parts) if isinstance(node, list) else _named(tuple(node))(*parts)
+
+    def leaf(path: str) -> Tensor:
+        if path not in arrays:
+            raise Refused(f"a tree lacks the array {path!r}")
+        values = read_array(arrays[path])
+        if values.dtype.kind == "f" and not all_finite(values):
+            raise Refused(f"{path} holds NaN or Inf")
+        taken.add(path)
+        return torch.from_numpy(values.copy())
+
+    def scalar(value: Any, path: str) -> Any:
+        if not (value is None or isinstance(value, bool | int | float | str)):
+            raise Refused(f"{path} is a {type(value).__name__}, expected a number or text")
+        return value
+
+    try:
+        bones = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"a tree's skeleton is not JSON: {error}") from error
+    tree = grown(bones, "", 0)
+    if set(arrays) != taken:
+        odd = sorted(set(arrays) - taken)
+        raise Refused(f"a tree has arrays without a place: {', '.join(odd[:5])}")
+    return tree
+
+
+@lru_cache(256)
+def _named(fields: tuple[str, ...]) -> Any:
+    """Return a named tuple with these fields; a name that is no plain word is refused."""
+    for name in fields:
+        if not name.isidentifier() or name.startswith("_") or len(name) > 64:
+            raise Refused(f"a tree has a part called {name[:64]!r}")
+    return namedtuple("Received", fields)
+
+
+def number(record: Mapping[str, Any], key: str, *, least: float = -math.inf) -> float:
+    """Return a finite number of a record, or say what is wrong with it."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise Refused(f"{key} is {value!r}, expected a finite number")
+    if value < least:
+        raise Refused(f"{key} is {value}, expected at least {least:g}")
+    return value
+
+
+def the_record(content: RecordDict, kind: type[Any], key: str | None = None) -> Any:
+    """Return a message's record of a kind: the one under the key, or the only one there is."""
+    found = {k: v for k, v in content.items() if isinstance(v, kind)}
+    if key is not None and key in found:
+        return found[key]
+    if key is None and len(found) == 1:
+        return next(iter(found.values()))
+    wanted = f"the {kind.__name__} {key!r}" if key else f"exactly one {kind.__name__}"
+    raise Refused(f"the message has {len(found)} of {kind.__name__}, expected {wanted}")
+
+
+def fault(reply: Message) -> str:
+    """Return the last line of a reply's error, which names the exception."""
+    lines = (reply.error.reason or "").strip().splitlines()
+    return lines[-1] if lines else f"Flower's error code {reply.error.code}"
+
+
+def content_bytes(content: RecordDict) -> int:
+    """Count the bytes of a message's arrays and numbers as they travel."""
+    total = 0
+    for record in content.values():
+        if isinstance(record, ArrayRecord):
+            total += sum(len(array.data) for array in record.values())
+        elif isinstance(record, MetricRecord | ConfigRecord):
+            total += record.count_bytes()
+    return total

@@ -1,0 +1,1 @@
+"""Many methods one after another."""

@@ -1,0 +1,167 @@
+"""A ServerApp that was stopped goes on from its checkpoint; clients keep what is theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
+
+from deploy.grids import LocalGrid, app_for, strategy_for
+from flwr.app import ArrayRecord, Context, RecordDict
+
+from fedbasin.core.expressions import parse
+from fedbasin.core.record import RecordError, RunFolder
+from fedbasin.core.state import same
+from fedbasin.deploy.keep import OwnState
+from fedbasin.deploy.wire import Refused
+from fedbasin.testing import toy_federation
+
+STOPS = [  # after so many replies, three of which make a round
+    ("fedavg", 7),
+    ("scaffold", 3),
+    ("scaffold", 5),
+    ("wima(window=2)", 5),
+    ("fedcda(warmup=1, store='disk')", 7),
+]
+
+
+class Stopped(RuntimeError):
+    """What a kill looks like from inside."""
+
+
+def federation_of(expression):
+    return toy_federation(parse(expression, "method"), rounds=4, participation="count(clients=3)")
+
+
+def start(federation, grid, folder, rounds=4, **settings):
+    strategy = strategy_for(federation, federation.method, folder=folder, **settings)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    result = strategy.start(grid, arrays, num_rounds=rounds, timeout=0.5)
+    return strategy, result
+
+
+def stopping_grid(federation, after, **settings):
+    """A grid whose server dies after so many replies."""
+    seen = []
+
+    def tamper(client, reply):
+        seen.append(client)
+        if len(seen) > after:
+            raise Stopped
+        return [reply]
+
+    return LocalGrid(app_for(federation), 6, tamper, **settings)
+
+
+@pytest.mark.parametrize(("expression", "after"), STOPS)
+def test_a_stopped_run_ends_as_if_it_never_had_been(expression, after, tmp_path):
+    """Stopped between rounds or inside one, clients with and without a state of their own."""
+    federation = federation_of(expression)
+    config = {"state-dir": str(tmp_path / "whole")}
+    grid = LocalGrid(app_for(federation), 6, node_config=config)
+    whole, result = start(federation, grid, tmp_path / "a")
+    config = {"state-dir": str(tmp_path / "nodes")}
+    with pytest.raises(Stopped):
+        start(federation, stopping_grid(federation, after, node_config=config), tmp_path / "b")
+    again = LocalGrid(app_for(federation), 6, shuffle=99, node_config=config)  # all nodes are new
+    strategy, resumed = start(federation, again, tmp_path / "b")
+    assert same(strategy._server, whole._server)
+    trained = [m for m in again.sent if m.metadata.message_type == "train"]
+    assert len(trained) == 12 - 3 * (after // 3)
+    ours, theirs = (pandas.read_json(RunFolder(tmp_path / run).rounds, lines=True) for run in "ba")
+    columns = [c for c in ours if not c.startswith("seconds")]
+    pandas.testing.assert_frame_equal(ours[columns], theirs[columns])
+    shipped = load_file(RunFolder(tmp_path / "b").model)
+    for name, tensor in result.arrays.to_torch_state_dict().items():
+        assert torch.equal(shipped[name], tensor)
+    for name, tensor in resumed.arrays.to_torch_state_dict().items():
+        assert torch.equal(shipped[name], tensor)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    federation = federation_of("fedavg")
+    first, result = start(federation, LocalGrid(app_for(federation), 6), tmp_path)
+    grid = LocalGrid(app_for(federation), 6)
+    again, same_result = start(federation, grid, tmp_path)
+    assert not [m for m in grid.sent if m.metadata.message_type == "train"]
+    for name, array in result.arrays.items():
+        assert array.data == same_result.arrays[name].data
+    summary = RunFolder(tmp_path).read_summary()
+    assert summary["rounds"] == 4 and summary["executor"] == "flower" and summary["seed"] == 0
+    assert summary["method"] == "fedavg" and summary["refused"] == {}
+    assert first.journal.name == again.journal.name
+
+
+def test_a_longer_run_goes_on_where_the_shorter_one_ended(tmp_path):
+    federation = federation_of("scaffold")
+    grid = LocalGrid(app_for(federation), 6)
+    start(federation, grid, tmp_path / "a", rounds=2)
+    longer, _ = start(federation, grid, tmp_path / "a")
+    whole, _ = start(federation, LocalGrid(app_for(federation), 6), tmp_path / "b")
+    assert same(longer._server, whole._server)
+
+
+def test_the_folder_of_another_method_is_refused(tmp_path):
+    federation = federation_of("fedavg")
+    start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
+    other = federation_of("wima(window=2)")
+    with pytest.raises(RecordError, match="holds a run of fedavg, this is wima"):
+        start(other, LocalGrid(app_for(other), 6), tmp_path)
+
+
+def test_checkpoints_come_every_k_rounds(tmp_path):
+    federation = federation_of("fedavg")
+    with pytest.raises(Stopped):
+        start(federation, stopping_grid(federation, 10), tmp_path, checkpoint_every=2)
+    assert len(RunFolder(tmp_path).read_rounds()) == 3
+    grid = LocalGrid(app_for(federation), 6)
+    start(federation, grid, tmp_path, checkpoint_every=2)
+    trained = [m for m in grid.sent if m.metadata.message_type == "train"]
+    assert len(trained) == 6  # rounds 3 and 4
+    assert [r.round for r in RunFolder(tmp_path).read_rounds()] == [1, 2, 3, 4]
+
+
+def context(**node_config):
+    return Context(1, 5, node_config, RecordDict(), {})
+
+
+ZERO = (torch.zeros(3), ())
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_own_state_remembers_the_round_and_the_one_before(in_file, tmp_path):
+    where = context(**({"state-dir": str(tmp_path)} if in_file else {}))
+
+    def own():
+        return OwnState(where, "ab12", 3, ZERO)
+
+    one, two = (torch.ones(3), ()), (torch.ones(3) * 2, ())
+    assert same(own().at(0), ZERO)
+    own().keep(0, ZERO, one)
+    assert same(own().at(0), ZERO)  # the round is asked for again
+    assert same(own().at(1), one)
+    own().keep(4, one, two)
+    assert same(own().at(4), one) and same(own().at(9), two)
+    assert same(own().at(2), one)  # the best it can do
+    assert len(where.state) == (0 if in_file else 2)
+    another = OwnState(where, "cd34", 3, ZERO)
+    assert same(another.at(1), ZERO)  # another federation
+    neighbour = OwnState(replace(where, state=RecordDict()), "ab12", 4, ZERO)
+    assert same(neighbour.at(1), ZERO)
+
+
+def test_a_client_without_a_state_writes_nothing(tmp_path):
+    where = context(**{"state-dir": str(tmp_path)})
+    OwnState(where, "ab12", 3, ((),)).keep(0, ((),), ((),))
+    assert not list(tmp_path.iterdir()) and not where.state
+
+
+@pytest.mark.parametrize("name", ["../etc", "", "AB", "a/b", "x" * 3, "a" * 65])
+def test_a_federation_cannot_choose_another_folder(name, tmp_path):
+    with pytest.raises(Refused, match="hexadecimal"):
+        OwnState(context(**{"state-dir": str(tmp_path)}), name, 0, ZERO)
