@@ -225,13 +225,15 @@ def test_a_round_waits_for_its_minimum_and_asks_again():
 
 
 def test_a_round_that_cannot_have_its_minimum_says_so():
+    asked = []
+
+    def tamper(client, reply):
+        asked.append(client)
+        return [reply] if client == 0 else bad_value(np.nan)(reply)
+
     with pytest.raises(TooFewNodes, match="round 1: 1 of 3 replies"):
-        run(
-            tamper=lambda c, r: [r] if c == 0 else bad_value(np.nan)(r),
-            rounds=1,
-            min_train_nodes=3,
-            patience=1.0,
-        )
+        run(tamper=tamper, rounds=1, min_train_nodes=3, patience=1.0)
+    assert sorted(asked) == [0, 1, 2, 3, 4, 5]  # who was refused is not asked again in the round
 
 
 def test_too_few_nodes_are_not_waited_for_for_ever():
