@@ -188,6 +188,8 @@ class CohortExecutor:
     ) -> list[tuple[Start, Start]]:
         """Return what each rule begins with, and along which axes it is mapped over clients."""
         dtype, trainer = sent.vector.dtype, self.trainer
+        if not trainer.rules:
+            return []  # nobody asks; counting classes would take a call for every client
         shards = [self.population.shard(int(client)) for client in clients]
         counts = torch.stack(
             [torch.bincount(shard.labels, minlength=trainer.classes) for shard in shards]
