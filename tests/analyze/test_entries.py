@@ -319,7 +319,7 @@ def test_the_command_writes_four_files_that_open(runs, tmp_path):
 
 def test_odd_panels_are_drawn_as_they_are(tmp_path):
     """Text that looks like a formula, numbers that do not exist, and nothing at all."""
-    odd, nan = "a $x_ {\\frac <b>", float("nan")
+    odd, nan = "a $\\frac{$ <b>", float("nan")
     panels = (
         Lines(
             odd, odd, odd, (Line(odd, (1.0, 2.0), (nan, -1.0), (0.0, nan), (1.0, 1.0)),), (), True

@@ -97,7 +97,13 @@ def test_statistics_follow_their_policy(policy):
     federation = replace(federation, buffers=policy, eligible=np.array([0, 2]))  # no batch of one
     server, states = federation.begin()
     server, _ = list(federation.rounds_from(server, states))[-1]
-    grid = LocalGrid(app_for(federation), 6)
+    sent_back = []
+
+    def seen(client, reply):
+        sent_back.append(set(reply.content["arrays"]))
+        return [reply]
+
+    grid = LocalGrid(app_for(federation), 6, seen)
     grid.contexts = {n: c for n, c in grid.contexts.items() if grid.client(n) in (0, 2)}
     strategy = strategy_for(federation, federation.method)
     arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
@@ -106,6 +112,7 @@ def test_statistics_follow_their_policy(policy):
     torch.testing.assert_close(strategy._server.buffers, server.buffers, rtol=1e-9, atol=1e-11)
     shipped = result.arrays.to_torch_state_dict()
     assert int(shipped["1.num_batches_tracked"]) == 0  # integers never travel back
+    assert all("1.num_batches_tracked" not in names for names in sent_back) and sent_back
     Normed().double().load_state_dict(shipped)
 
 

@@ -12,13 +12,14 @@ import torch
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
 from deploy.grids import LocalGrid, app_for, over_the_wire, strategy_for
-from flwr.app import Array, ArrayRecord, Error, Message
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 from fedbasin.core.expressions import parse
 from fedbasin.deploy import Guard
-from fedbasin.deploy.clients import TooFewNodes
+from fedbasin.deploy.clients import Clients, TooFewNodes
+from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.replies import guarded
-from fedbasin.deploy.wire import write_tree
+from fedbasin.deploy.wire import Refused, write_tree
 from fedbasin.sim import Examiner
 from fedbasin.testing import replies_of, toy_federation, trajectory
 
@@ -225,13 +226,15 @@ def test_a_round_waits_for_its_minimum_and_asks_again():
 
 
 def test_a_round_that_cannot_have_its_minimum_says_so():
+    asked = []
+
+    def tamper(client, reply):
+        asked.append(client)
+        return [reply] if client == 0 else bad_value(np.nan)(reply)
+
     with pytest.raises(TooFewNodes, match="round 1: 1 of 3 replies"):
-        run(
-            tamper=lambda c, r: [r] if c == 0 else bad_value(np.nan)(r),
-            rounds=1,
-            min_train_nodes=3,
-            patience=1.0,
-        )
+        run(tamper=tamper, rounds=1, min_train_nodes=3, patience=1.0)
+    assert sorted(asked) == [0, 1, 2, 3, 4, 5]  # who was refused is not asked again in the round
 
 
 def test_too_few_nodes_are_not_waited_for_for_ever():
@@ -311,6 +314,33 @@ def test_nodes_that_claim_the_impossible_are_left_out(caplog):
     said = [r.getMessage() for r in caplog.records]
     assert any("node 7777" in s and "not below num-partitions 6" in s for s in said)
     assert any("node 8888" in s and "counts 99 clients" in s for s in said)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"partition-id": 6}, "partition-id 6 is not below num-partitions 6"),
+        ({"partition-id": -1}, "at least 0"),
+        ({"num-partitions": 7}, "it counts 7 clients, the others 6"),
+        ({"num-examples": float("nan")}, "finite number"),
+        ({"class-counts": [1, -2]}, "whole numbers"),
+        ({"class-counts": 3}, "whole numbers"),
+    ],
+)
+def test_what_a_node_says_of_itself_is_checked(facts, words):
+    clients = Clients(Mailbox(None), total=6)
+    good = {"partition-id": 2, "num-partitions": 6, "num-examples": 10}
+    assert clients._seat(good).client == 2
+    with pytest.raises(Refused, match=words):
+        clients._seat(good | facts)
+
+
+def test_a_late_error_is_no_late_reply():
+    """Flower answers for a node that is gone; that is not the client's fault."""
+    message = Message(RecordDict({}), 5, "train")
+    grid = LocalGrid(None, 0)
+    grid._inbox["m"] = [Message(Error(5, "node is gone"), reply_to=message)]
+    assert list(Mailbox(grid, late={"m": 5}).stragglers()) == []
 
 
 def test_a_client_that_comes_back_under_a_new_node_goes_on():
