@@ -29,7 +29,7 @@ def quickstart(monkeypatch):
     yield client_app.app, task.Net
 
 
-def started(strategy, quickstart, rounds=3):
+def started(strategy, quickstart, rounds=3, timeout=9):
     app, network = quickstart
     grid = LocalGrid(app, 4)
     for context in grid.contexts.values():
@@ -42,7 +42,7 @@ def started(strategy, quickstart, rounds=3):
         initial_arrays=arrays,
         train_config=ConfigRecord({"lr": 0.5}),
         num_rounds=rounds,
-        timeout=9,
+        timeout=timeout,
     )
     return grid, result
 
@@ -83,7 +83,7 @@ def test_other_methods_need_no_other_client(method, quickstart, caplog):
 def test_a_method_with_client_rules_says_what_it_needs(quickstart):
     strategy = FedbasinStrategy("scaffold", min_train_nodes=1, patience=0.5)
     with pytest.raises(RuntimeError, match="0 of 1 replies"):
-        started(strategy, quickstart, rounds=1)
+        started(strategy, quickstart, rounds=1, timeout=0.5)
     assert all("only fedbasin's ClientApp" in reason for reason in strategy.tally.refused)
 
 

@@ -113,6 +113,8 @@ def test_a_model_travels_by_name_and_integers_stay(with_net):
         ({"0.bias": np.ones(5, np.float32)}, r"0.bias has shape \(5,\), expected \(4,\)"),
         ({"0.bias": np.ones(4, np.float64)}, "0.bias is float64, expected float32"),
         ({"0.bias": np.ones(4, np.int64)}, "0.bias is int64"),
+        ({"0.bias": np.ones(4, np.int32)}, "0.bias is int32"),
+        ({"2.weight": np.ones((4, 2), np.float32)}, r"2.weight has shape \(4, 2\)"),
         ({"2.weight": np.full((2, 4), np.nan, np.float32)}, "2.weight holds NaN or Inf"),
         ({"2.weight": np.array([[1] * 4, [1, 1, -np.inf, 1]], np.float32)}, "NaN or Inf"),
         ({"1.running_mean": np.full(4, np.inf, np.float32)}, "1.running_mean holds NaN"),
