@@ -27,7 +27,7 @@ run() {
     echo "$SECONDS s: $*"
 }
 
-first() { # one full-length pair of each paper that fits (about 7 minutes with one job)
+first() { # one full-length pair of each paper that fits (about 9 minutes with one job)
     # 2 x 40: these two also fill cells of IMA's Tables 2 and 3
     run ima/table1 --rows "fedavg,fedavg+ima" --columns "cifar10 cnn dir0.1" --seeds 0
     run ima/table2 --rows fedavg --columns "ts300,fma" --seeds 0 # 0: the same runs
