@@ -52,7 +52,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--data", default="fashion_mnist")
+    parser.add_argument("--data", default="fashion-mnist")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--jobs", type=int, default=2)

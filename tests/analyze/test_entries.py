@@ -61,7 +61,7 @@ def runs(tmp_path_factory):
         run(replace(BASE, method=method), home / name)
     fixed = replace(BASE.partition, seed=0)
     run(replace(BASE, seed=1, partition=fixed), home / "again")
-    few = replace(BASE.sim, participation="count(clients=2)", dropout=0.4)
+    few = replace(BASE.sim, participation="count(clients=5)", dropout=0.5)
     run(replace(BASE, method="fedlaw(epochs=2)", sim=few), home / "few")
     run(replace(BASE, snapshots=SnapshotConfig()), home / "bare")
     return home
@@ -206,6 +206,9 @@ def test_learnt_weights_are_matched_with_the_cohorts_that_sent_them(runs):
         if kept.clients is not None:
             assert subject.data.cohort(round).tolist() == kept.clients.tolist()
     assert any(subject.snapshots.get(round).clients is not None for round in (2, 4))
+    assert sum(record.dropped for record in subject.records) > 0
+    for record in subject.records:
+        assert len(subject.data.cohort(record.round)) == record.replies
     (full,) = subjects(runs, "fedlaw")
     ((_, size, _, _, clients),) = find("pearson")([full]).panels[0].rows
     lambdas = sum(np.array(r.notes["lambdas"]) for r in full.records)
@@ -244,13 +247,15 @@ def test_classes_agree_with_the_summary(runs):
 
 def test_weights_stay_on_three_clients_that_took_part(runs):
     (subject,) = subjects(runs, "fedavg")
-    options = Options(points=3, rows=40, models=("client5", "client1", "client2"))
+    options = Options(points=3, rows=0, models=("client5", "client1", "client2"))
     found = find("weights")([subject], options)
     assert "client 5" in found.panels[0].x_label
     best = [s.y for s in panel(found, "best weights").series]
     assert np.sum(best, axis=0) == pytest.approx([1, 1])
     shot = subject.snapshots.get(4)
     share = shot.weights[[5, 1, 2]] / shot.weights[[5, 1, 2]].sum()
+    alone = build(BASE).test.score(shot.models[5]).loss  # all the weight on client 5
+    assert found.panels[0].values[0][2] == pytest.approx(alone, rel=1e-5)
     mark = found.panels[0].marks[0]
     assert (mark.x, mark.y) == pytest.approx((float(share[0]), float(share[1])))
     with pytest.raises(AnalysisError, match="no round in which clients"):
@@ -314,7 +319,7 @@ def test_the_command_writes_four_files_that_open(runs, tmp_path):
 
 def test_odd_panels_are_drawn_as_they_are(tmp_path):
     """Text that looks like a formula, numbers that do not exist, and nothing at all."""
-    odd, nan = "a $x_ {\\frac <b>", float("nan")
+    odd, nan = "a $\\frac{$ <b>", float("nan")
     panels = (
         Lines(
             odd, odd, odd, (Line(odd, (1.0, 2.0), (nan, -1.0), (0.0, nan), (1.0, 1.0)),), (), True

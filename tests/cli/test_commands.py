@@ -24,6 +24,7 @@ def test_help_teaches_every_command():
     assert page.exit_code == 0
     for command in (
         "run", "compare", "resume", "methods", "data", "partition", "demo", "analyze", "report",
+        "paper",
     ):  # fmt: skip
         assert command in page.output
         shown = invoke(command, "--help")

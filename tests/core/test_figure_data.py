@@ -106,6 +106,8 @@ def test_what_does_not_fit_is_refused_by_its_place(change, words):
 
 
 def test_text_that_is_no_analysis_is_refused():
+    with pytest.raises(FigureDataError, match="a missing number is null"):
+        Analysis.from_json(EVERY_KIND.to_json().replace("null", "NaN", 1))
     for text in ("", "[]", "{", "null", '{"form": 1, "name": NaN}', "[" * 100_000):
         with pytest.raises(FigureDataError):
             Analysis.from_json(text)

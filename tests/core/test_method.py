@@ -14,6 +14,15 @@ def test_good_replies_pass():
     GOOD.check(SERVER)
 
 
+def test_huge_finite_models_pass_and_opposite_infinities_do_not():
+    huge = torch.finfo(torch.float32).max
+    replace(GOOD, models=torch.full((3, 2), huge)).check(SERVER)  # their sum is not finite
+    models = torch.ones(3, 2)
+    models[1] = torch.tensor([float("inf"), float("-inf")])
+    with pytest.raises(ReplyError, match="client 8"):
+        replace(GOOD, models=models).check(SERVER)
+
+
 @pytest.mark.parametrize(
     ("weights", "words"),
     [

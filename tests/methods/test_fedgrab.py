@@ -67,7 +67,7 @@ def numpy_fedgrab(world, rounds, method):
         server = np.average(ends, axis=0, weights=[world.sizes[i] for i in world.cohort(t)])
         norms = np.linalg.norm(parts(server)[2], axis=1)
         priors.append((norms - norms.min()) / (norms - norms.min()).sum())
-        yield server, tail, controllers
+        yield server, tail, controllers, np.sum(priors, axis=0)
 
 
 @pytest.mark.parametrize("method", [FedGraB(), FedGraB(2.0, 0.5, 0.3, cut=0.3), FedGraB(cut=0.0)])
@@ -76,10 +76,11 @@ def test_fedgrab_equals_a_plain_numpy_loop(method):
     oracle = numpy_fedgrab(NumpyNetworkClients(federation), 5, method)
     server, states = federation.begin()
     seen = np.zeros(3, bool)
-    for (after, _), (model, tail, controllers) in zip(
+    for (after, _), (model, tail, controllers, prior) in zip(
         federation.rounds_from(server, states), oracle, strict=True
     ):
         np.testing.assert_allclose(after.send.numpy(), model, rtol=1e-7, atol=1e-10)
+        np.testing.assert_allclose(after.state.prior.numpy(), prior, rtol=1e-7, atol=1e-10)
         seen |= tail
         for client, mine in controllers.items():
             kept = states.get(client)[0].numbers[:, :3].numpy()

@@ -12,10 +12,11 @@ from torch import nn
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context
 from fedbasin.core.net import Net
-from fedbasin.core.permutations import best_order, needed
+from fedbasin.core.permutations import best_order, needed, reorder
 from fedbasin.core.rng import root
 from fedbasin.core.rule import Setting
 from fedbasin.methods import GAMF, FedAvg, FedMA
+from fedbasin.methods.fedma import _similarity, matched
 from fedbasin.methods.gamf import Matching, sinkhorn
 from fedbasin.models import mlp, resnet8, shakespeare_lstm
 from fedbasin.models.symmetries import permutations
@@ -288,3 +289,58 @@ def test_random_orders_of_blocks_keep_them():
     assert (group.size, group.blocks) == (6, 3)
     order = random_order(group, np.random.default_rng(0)).reshape(3, 2) // 2
     assert (order[:, 0] == order[:, 1]).all()
+
+
+def unlike(network, example, count, seed):
+    """Models that have nothing to do with each other, and the network's layout and groups."""
+    layout = Net(network).layout
+    draw = torch.Generator().manual_seed(seed)
+    models = torch.randn(count, layout.size, generator=draw).double()
+    return models, layout, permutations(network, example)
+
+
+def test_a_recurrent_guess_that_is_worse_is_not_taken():
+    """The cells of an LSTM own both axes of its recurrent weight: an assignment is only a guess."""
+    network = shakespeare_lstm((5,), 3, embedding=2, hidden=6, layers=1)
+    tokens, refused = torch.zeros(2, 5, dtype=torch.int64), 0
+    for seed in range(12):
+        models, layout, groups = unlike(network, tokens, 2, seed)
+        models = models * (0.01 + layout.mask(["body.lstm1.recurrent.weight"], models))
+        for sweeps in (1, 20):
+            found, _ = matched(models[1:], models[0], layout, groups, sweeps)
+            assert found[0] @ models[0] >= models[1] @ models[0]
+        refused += _guess_is_worse(models, layout, groups)
+    assert refused
+
+
+def _guess_is_worse(models, layout, groups):
+    """Whether the assignment of a coupled group alone makes the models less alike."""
+    for group in (g for g in groups if g.coupled):
+        similarity = _similarity(models[1:], models[0], layout, group)[0].numpy()
+        guess = models[1].clone()
+        reorder(guess, layout, group, torch.from_numpy(best_order(similarity)))
+        if guess @ models[0] < models[1] @ models[0]:
+            return True
+    return False
+
+
+def test_gamf_keeps_models_that_matching_would_make_less_alike():
+    """Affinities are not similarities; for models that share nothing the two may disagree."""
+    network = mlp((3,), 2, widths=(4, 3))
+    refused = 0
+    for seed in range(12):
+        models, layout, groups = unlike(network, torch.zeros(2, 3), 3, seed)
+        models = models * (1 + 50 * layout.mask(["head.weight"], models))
+        matching = Matching(GAMF(), models, layout, groups)
+        found, orders = matching.run()
+        assert found.sum(0).norm() >= models.sum(0).norm() - 1e-12
+        placed = any(not torch.equal(s[i], s[0]) for s in matching.soft for i in (1, 2))
+        refused += placed and orders.moved() == 0
+    assert refused
+
+
+def test_gamf_merges_uniformly_as_the_paper_does():
+    _, model, context = world("mlp")
+    models = torch.stack([model * 1.01, model * 0.97])
+    found = merge(GAMF(), model, models, context, weights=[1, 9])
+    torch.testing.assert_close(found.send, models.mean(0), rtol=1e-12, atol=1e-14)

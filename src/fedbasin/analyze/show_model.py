@@ -117,7 +117,8 @@ def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) ->
             shown = found[0].layers[:_FEW]
             curves = [Line(n, x, numbers(layers[:, i])) for i, n in enumerate(shown)]
             title = f"{name}: concentration {which}, layers (reconstruction)"
-            panels.append(Lines(title, "round", "concentration", tuple(curves)))
+            if len(curves) > 1:  # one layer is its own mean
+                panels.append(Lines(title, "round", "concentration", tuple(curves)))
         notes.append(f"{subject.name}: {rows_note(ground, subject.data.test)}")
     tops = [
         Lines(

@@ -17,6 +17,7 @@ from rich.text import Text
 from fedbasin.cli.analyze import analyze
 from fedbasin.cli.data import app as data_app
 from fedbasin.cli.flower import app as flower_app
+from fedbasin.cli.paper import app as paper_app
 from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
 from fedbasin.cli.progress import run_with_progress
@@ -240,6 +241,7 @@ def methods(
 
 
 app.add_typer(data_app, name="data")
+app.add_typer(paper_app, name="paper")
 app.command()(analyze)
 app.add_typer(flower_app, name="flower")
 app.command()(partition)

@@ -24,7 +24,7 @@ from rich.progress import (
 from fedbasin.core.record import RoundRecord
 
 if TYPE_CHECKING:
-    from fedbasin.experiment.runs import Cell
+    from fedbasin.experiment.runs import Cell, OnCell
 
 
 def bar(console: Console, *beside: ProgressColumn) -> Progress:
@@ -40,10 +40,12 @@ def run_with_progress(
     jobs: int = 1,
     *,
     tensorboard: bool = False,
+    on_cell: OnCell | None = None,
 ) -> list[dict[str, Any]]:
     """Run or go on with the cells, showing one bar for all rounds; return their summaries.
 
     The bar reads the records the runs write, so it works the same for processes of their own.
+    `on_cell` is told of each cell as it ends, as in `run_cells`.
     """
     import torch
 
@@ -60,7 +62,9 @@ def run_with_progress(
         watcher = threading.Thread(target=_watch, args=(layout, progress, task, finished))
         watcher.start()
         try:
-            return run_cells(layout, data_dir=data_dir, jobs=jobs, tensorboard=tensorboard)
+            return run_cells(
+                layout, data_dir=data_dir, jobs=jobs, tensorboard=tensorboard, on_cell=on_cell
+            )
         finally:
             finished.set()
             watcher.join()

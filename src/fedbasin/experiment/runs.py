@@ -8,8 +8,8 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -27,6 +27,7 @@ from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, re
 from fedbasin.experiment.tensorboard import tensorboard_events
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
+from fedbasin.sim.run import Interrupted
 
 OnRound = Callable[[RoundRecord], None]
 
@@ -154,6 +155,9 @@ class Cell:
     path: Path
 
 
+OnCell = Callable[[Cell, dict[str, Any] | Exception], None]
+
+
 def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: Path) -> list[Cell]:
     """Lay out a comparison: every method with every seed, a folder each."""
     if not methods or not seeds:
@@ -192,6 +196,7 @@ def run_cells(
     data_dir: Path | None = None,
     jobs: int = 1,
     tensorboard: bool = False,
+    on_cell: OnCell | None = None,
 ) -> list[dict[str, Any]]:
     """Run what is not finished of a comparison and return all summaries.
 
@@ -200,13 +205,45 @@ def run_cells(
         data_dir: a local mirror of the datasets.
         jobs: processes at once, with one thread each; results do not depend on it.
         tensorboard: also write each round's numbers as TensorBoard's events.
+        on_cell: called as a cell ends, with its summary or with what went wrong; the others then
+            go on. Without it the first error ends the comparison.
     """
+    summaries: dict[Path, dict[str, Any]] = {}
+    for cell, outcome in _outcomes(layout, data_dir, jobs, tensorboard):
+        if on_cell is not None:
+            on_cell(cell, outcome)
+        elif isinstance(outcome, Exception):
+            raise outcome
+        if not isinstance(outcome, Exception):
+            summaries[cell.path] = outcome
+    return [summaries[cell.path] for cell in layout if cell.path in summaries]
+
+
+def _outcomes(
+    layout: Sequence[Cell], data_dir: Path | None, jobs: int, tensorboard: bool
+) -> Iterator[tuple[Cell, dict[str, Any] | Exception]]:
+    """Yield each cell as it ends, with its summary or its error."""
     if jobs == 1:
-        return [_run_watched(cell, data_dir, tensorboard) for cell in layout]
-    spawned = get_context("spawn")
-    with ProcessPoolExecutor(jobs, spawned, initializer=_single_thread) as pool:
-        count = len(layout)
-        return list(pool.map(_run_apart, layout, [data_dir] * count, [tensorboard] * count))
+        for cell in layout:
+            outcome: dict[str, Any] | Exception
+            try:
+                outcome = _run_watched(cell, data_dir, tensorboard)
+            except Interrupted:
+                raise
+            except Exception as error:
+                outcome = error
+            yield cell, outcome
+        return
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_single_thread)
+    try:
+        waiting = {pool.submit(_run_apart, cell, data_dir, tensorboard): cell for cell in layout}
+        for future in as_completed(waiting):
+            failed = future.exception()
+            if failed is not None and not isinstance(failed, Exception):
+                raise failed
+            yield waiting[future], failed or future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _run_watched(cell: Cell, data_dir: Path | None, tensorboard: bool) -> dict[str, Any]:

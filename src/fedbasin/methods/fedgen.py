@@ -10,7 +10,8 @@ one hidden layer of ReLU. a_i(y) is client i's share of the cohort's samples of 
 are drawn evenly from the classes the cohort owns. The client draws one y' for every row of its
 batch, evenly from the classes G has learnt so far; y are the labels of its rows, and the target of
 KL is a constant. A and B fall by `decay` a round (down to 1e-4) and count in the first `synthetic`
-local epochs of the rounds after the first.
+local epochs of the rounds after the first. The paper's A = B = 10 go with its learning rate 0.01;
+at 0.1 they drown the data (docs/methods/server_data.md): take 1.
 
 Departures from the paper: no batch normalisation inside G; class counts are the clients' true ones
 (the code: those of drawn batches, plus one); as many generated as real rows in a step. The

@@ -5,7 +5,8 @@ r"""FedYogi: Yogi on the server, Adam with a second moment that moves by a bound
     v+ = v - (1 - beta2) d^2 sign(v - d^2),                v_0 = tau^2 or 0
     w+ = w + lr m+ / (sqrt(v+) + tau)                      (all elementwise)
 
-From v = 0 the first step is Adam's. v stays positive in exact arithmetic; rounding is clamped.
+From v = 0 the first step is Adam's. v never falls below 0, not by rounding either: where it falls,
+by at most d^2, it was above d^2.
 
 Departures from the paper: none known. The paper asks for v_0 >= tau^2 and so is the default;
 FedIMA's code and Flower start at v_0 = 0 (``first="zero"``); see `fedadam` for the combination
@@ -69,5 +70,5 @@ class FedYogi(Wrapper):
         update = fresh.send - server
         seen = update.square()
         square = own.square - (1 - self.beta2) * seen * (own.square - seen).sign()
-        own = own.renewed(update, self.beta1, square.clamp(min=0))
+        own = own.renewed(update, self.beta1, square)
         return fresh.moved(server + own.step(self.lr, self.tau)), own

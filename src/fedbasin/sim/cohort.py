@@ -241,6 +241,8 @@ class CohortExecutor(Executor):
     ) -> list[tuple[Start, Start]]:
         """Return what each rule begins with, and along which axes it is mapped over clients."""
         dtype, trainer = sent.vector.dtype, self.trainer
+        if not trainer.rules:
+            return []  # nobody asks for what would be counted here
         counts = self.population.class_counts_of(course.clients, trainer.classes)
         now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
         found = []

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Cells of the papers' tables on a GPU, in the order of what they tell for their time.
+#
+#   benchmarks/evidence/papers_gpu.sh RESULTS [PART...]     PART: first, ima, law, wima, wcm, cda, more
+#
+# RESULTS is the file that lines are added to. Run folders lie in RUNS (runs/papers by default): the
+# same command goes on where it was stopped and repeats nothing. LIMIT (seconds, 420 by default) is
+# when no further command is begun. JOBS runs at once (2 by default) share the GPU.
+# Seconds in brackets are estimates for one H200 and one job, from 0.2 ms a client-step of a CNN,
+# 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 2.6 ms of ResNet-18; compiling comes on top.
+# Afterwards, to keep the lines and renew the page:
+#
+#   for p in ima fedlaw wima fedcda fedwcm; do
+#       grep "\"table\": \"$p/" RESULTS >>src/fedbasin/papers/results/$p.jsonl
+#   done
+#   fedbasin paper show --markdown >docs/papers.md
+set -euo pipefail
+results=$1
+shift
+run() {
+    if ((SECONDS > ${LIMIT:-420})); then
+        echo "not begun: $*"
+        return
+    fi
+    ${FEDBASIN:-fedbasin} paper run "$@" --jobs "${JOBS:-2}" --out "${RUNS:-runs/papers}" \
+        --results "$results" || true # what failed has been said; the others go on
+    echo "$SECONDS s: $*"
+}
+
+first() { # one full-length pair of each paper that fits (about 7 minutes with one job)
+    # 2 x 40: these two also fill cells of IMA's Tables 2 and 3
+    run ima/table1 --rows "fedavg,fedavg+ima" --columns "cifar10 cnn dir0.1" --seeds 0
+    run ima/table2 --rows fedavg --columns "ts300,fma" --seeds 0 # 0: the same runs
+    run ima/table3 --rows fedavg --columns exponential --seeds 0 # 0: the same run
+    # 2 x 32
+    run fedlaw/table1 --rows "simplecnn iid" --columns "gamma 1,gamma 0.95" --seeds 8
+    # 30 + 50
+    run fedlaw/table3 --rows "fedavg,fedlaw" --columns "fmnist mlp a0.1" --seeds 8
+    # 2 x 40, two rows from each run
+    run wima/table2 --rows "fedavg,fedavg+wima,scaffold,scaffold+wima" --columns "cifar10 a0" \
+        --seeds 0 --rounds 0.1
+    # 3 x 20
+    run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if0.01 beta0.1" --seeds 0 --rounds 0.1
+    # 2 x 36
+    run ima/table1 --rows "fedgma,fedgma+ima" --columns "fmnist cnn dir0.1" --seeds 0
+    # 2 x 40
+    run fedcda/table1 --rows "fedavg,fedcda" --columns "fmnist dir0.1" --seeds 0 --rounds 0.25
+}
+
+ima() { # Table 1 without ResNets (64 cells of 36 to 60: 45 minutes a seed), then Tables 2 and 3
+    run ima/table1 --rows "fedadam*,fedfa*,fedprox*" --columns "cifar10 cnn dir0.1" --seeds 0 # 240
+    run ima/table1 --columns "cifar10 cnn dir0.1" --seeds 0                                  # 320
+    run ima/table1 --columns "fmnist cnn *,cifar10 cnn shards2" --seeds 0                    # 1800
+    run ima/table2 --seeds 0                                                                 # 720
+    run ima/table3 --seeds 0                                                                 # 1300
+}
+
+law() { # SimpleCNN of Table 1 (32 a cell), CNN, MLP and LeNet of Table 3 (30 to 60 a cell)
+    run fedlaw/table1 --rows "simplecnn *" --seeds 8                                         # 320
+    run fedlaw/table3 --columns "fmnist *" --seeds 8                                         # 1500
+    run fedlaw/table3 --columns "cifar10 cnn *" --seeds 8                                    # 1000
+}
+
+wima() { # CIFAR-10 at a tenth of the rounds (40 a run)
+    run wima/table2 --rows "fedavgm*,fedcm*" --columns "cifar10 a0,cifar10 a0.05" --seeds 0 \
+        --rounds 0.1                                                                         # 160
+    run wima/table2 --rows "fedavg,fedavg+wima,scaffold*" --columns "cifar10 a0.05" --seeds 0 \
+        --rounds 0.1                                                                         # 80
+}
+
+wcm() { # ResNet-18: 195 (IF 0.01) to 650 (IF 1) a full-length cell
+    run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if0.01 *" --seeds 0            # 1200
+    run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if0.1 *" --seeds 0             # 1600
+    run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if1 *" --seeds 0               # 3900
+}
+
+cda() { # Fashion-MNIST: 150 a cell
+    run fedcda/table1 --rows "fedavg,fedcda,fedcda newest" --columns "fmnist *" --seeds 0    # 2700
+    run fedcda/table1 --columns "fmnist *" --seeds 0                                         # 9000
+}
+
+more() { # the same with further seeds
+    run ima/table1 --rows "fedavg,fedavg+ima,fedadam,fedadam+ima" --columns "cifar10 cnn dir0.1" \
+        --seeds 1,2                                                                          # 320
+    run fedlaw/table1 --rows "simplecnn *" --seeds 9,10                                      # 770
+}
+
+[[ $# -gt 0 ]] || set -- first
+for part in "$@"; do "$part"; done

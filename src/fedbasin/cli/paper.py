@@ -1,0 +1,203 @@
+"""`fedbasin paper`: the papers' tables, the runs that repeat them, and ours beside theirs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from fedbasin.cli.progress import run_with_progress
+
+if TYPE_CHECKING:
+    from fedbasin.papers import Result, Table
+    from fedbasin.papers.tables import Axis
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Run the published tables and see ours beside theirs.\n\n"
+    "[bold]fedbasin paper list[/bold] names the tables, [bold]fedbasin paper list "
+    "ima/table1[/bold] the rows and columns of one. [bold]fedbasin paper run ima/table1 --rows "
+    "'fedavg*' --columns 'fmnist*' --rounds 0.1[/bold] runs some cells at a tenth of the rounds; "
+    "[bold]fedbasin paper show ima/table1[/bold] compares.",
+)
+console = Console()
+OUT = Path("runs/papers")
+
+Name = Annotated[str, typer.Argument(help="A table or figure, such as ima/table1.")]
+Rows = Annotated[
+    str, typer.Option(help="Rows, separated by commas; * stands for anything. All by default.")
+]
+Columns = Annotated[str, typer.Option(help="Columns, likewise.")]
+Out = Annotated[Path, typer.Option(help="Where run folders and results.jsonl lie.")]
+Results = Annotated[
+    Path | None, typer.Option(help="File of result lines; results.jsonl in --out by default.")
+]
+
+
+@app.command("list")
+def list_(
+    name: Annotated[str | None, typer.Argument(help="One table, to see all about it.")] = None,
+) -> None:
+    """List the tables, or the rows and columns of one with what they run."""
+    from fedbasin.papers import load_table, reason, table_names
+    from fedbasin.papers.results import shipped
+
+    if name is not None:
+        _describe(load_table(name))
+        return
+    grid = Grid("table", "what", "cells", "can run", "results", "why not")
+    for each in table_names():
+        table = load_table(each)
+        reasons = [reason(table, row, column) for row in table.rows for column in table.columns]
+        stored = sum(result.table == each for result in shipped())
+        why = "; ".join(dict.fromkeys(filter(None, reasons)))
+        counts = (len(reasons), sum(not r for r in reasons), stored or "-")
+        grid.add_row(Text(each), Text(table.title), *map(str, counts), Text(why))
+    console.print(grid)
+
+
+@app.command()
+def run(
+    name: Name,
+    rows: Rows = "*",
+    columns: Columns = "*",
+    seeds: Annotated[
+        str | None, typer.Option(help="Seeds, separated by commas; the table's by default.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    rounds: Annotated[
+        float, typer.Option(help="Share of the paper's rounds; below 1 results are marked reduced.")
+    ] = 1.0,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at once; one on a GPU, else one a core.")
+    ] = None,
+    out: Out = OUT,
+    results: Results = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder that holds OWNER/NAME/...; else FEDBASIN_DATA.")
+    ] = None,
+) -> None:
+    """Run cells of a table; finished ones are kept, stopped ones go on.
+
+    Every cell and seed is a run folder in --out and one line in results.jsonl. Give the same
+    command again after a crash or Ctrl-C. A cell that fails does not stop the others.
+    """
+    from fedbasin.experiment.build import pick_device
+    from fedbasin.papers import load_table, tasks_of
+    from fedbasin.papers.results import read
+    from fedbasin.papers.run import Grid as Runs
+
+    table = load_table(name)
+    picked = _picked(table, rows, columns)
+    numbers = _read_seeds(seeds) if seeds else list(table.seeds)
+    tasks, reasons = tasks_of(table, *picked, numbers, share=rounds, device=device)
+    for why, cells in reasons.items():
+        shown = ", ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
+        console.print(Text(f"cannot run {shown}: {why}", style="yellow"), soft_wrap=True)
+    if not tasks:
+        raise ValueError(f"{name}: none of the cells asked for can be run here")
+    grid = Runs(tuple(tasks), out, results or out / "results.jsonl", data_dir)
+    waiting = grid.waiting()
+    console.print(
+        Text(f"{len(tasks)} results asked for, {len(waiting)} runs to do, in {out}"), soft_wrap=True
+    )
+    if jobs is None:
+        on_cpu = pick_device(device).type == "cpu"
+        jobs = max(min(os.cpu_count() or 1, len(waiting)), 1) if on_cpu else 1
+    if waiting:
+        run_with_progress(waiting, console, data_dir, jobs, on_cell=grid.ended)
+    _print_beside(table, grid.lines(read), *picked, only_ours=True)
+    if grid.failures:
+        told = "\n".join(f"  {command}\n    {why}" for command, why in grid.failures.items())
+        raise RuntimeError(f"{len(grid.failures)} cells failed; the others are done:\n{told}")
+
+
+@app.command()
+def show(
+    name: Annotated[str | None, typer.Argument(help="A table or figure; all if left out.")] = None,
+    rows: Rows = "*",
+    columns: Columns = "*",
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Result lines of your own runs, beside those that ship with fedbasin."),
+    ] = None,
+    ours: Annotated[bool, typer.Option("--ours", help="Only cells that were run.")] = False,
+    markdown: Annotated[
+        bool, typer.Option(help="As docs/papers.md has it: all tables, shipped results alone.")
+    ] = False,
+) -> None:
+    """Show paper and ours side by side: difference, and gain over the baseline of both.
+
+    A verdict is near (within 3 points), gain (the direction and at least half of the gain) or
+    missed. Runs of fewer rounds than the paper's, or on a part of its data, are marked and get no
+    verdict.
+    """
+    from fedbasin.papers import load_table, table_names
+    from fedbasin.papers.page import page
+    from fedbasin.papers.results import read, shipped
+
+    if markdown:
+        typer.echo(page(shipped()), nl=False)
+        return
+    local = results or OUT / "results.jsonl"
+    if results is not None and not results.exists():
+        raise ValueError(f"--results: {results} does not exist")
+    lines = [*shipped(), *(read(local) if local.exists() else [])]
+    for each in [name] if name else table_names():
+        table = load_table(each)
+        _print_beside(table, lines, *_picked(table, rows, columns), only_ours=ours or name is None)
+
+
+def _picked(table: Table, rows: str, columns: str) -> tuple[list[Axis], list[Axis]]:
+    from fedbasin.papers.tables import select
+
+    return select(table.rows, rows, "--rows"), select(table.columns, columns, "--columns")
+
+
+def _print_beside(
+    table: Table, results: list[Result], rows: list[Axis], columns: list[Axis], *, only_ours: bool
+) -> None:
+    from fedbasin.papers import lines_of
+    from fedbasin.papers.beside import HEADER
+
+    lines = lines_of(table, results, rows, columns)
+    if only_ours:
+        lines = [line for line in lines if line.ours != "-"]
+    if not lines:
+        return
+    grid = Grid(*HEADER, title=f"{table.name}: {table.title}", caption=table.score.text)
+    for line in lines:
+        grid.add_row(*(Text(cell) for cell in line.cells))
+    console.print(grid)
+
+
+def _describe(table: Table) -> None:
+    from fedbasin.papers import reason
+    from fedbasin.papers.grid import method_of
+
+    console.print(Text(f"{table.name}: {table.title}\n{table.score.text}"), soft_wrap=True)
+    for label, texts in (("paper says", table.claims), ("here", table.notes)):
+        for text in texts:
+            console.print(Text(f"{label}: {text}"), soft_wrap=True)
+    grid = Grid("row", "column", "method", "paper", "why not")
+    for column in table.columns:
+        for row in table.rows:
+            printed = table.printed(row, column)
+            number = printed.mark or f"{printed.value:g}"
+            why = reason(table, row, column)
+            method = "" if why else method_of(table, row, column)
+            grid.add_row(*map(Text, (row.name, column.name, method, number, why)))
+    console.print(grid)
+
+
+def _read_seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--seeds is {text!r}; write numbers with commas, as in 0,1,2") from error

@@ -1,0 +1,183 @@
+"""Ours beside theirs: every cell with the paper's number, ours, and the gains of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from statistics import fmean, stdev
+
+from fedbasin.papers.results import Result, fresh
+from fedbasin.papers.tables import Axis, Published, Table
+
+NEAR = 3.0  # points
+HEADER = ("row", "column", "paper", "ours", "difference", "gain: paper", "gain: ours", "verdict")
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The results of a cell: of full-length runs if there is any, else of the longest."""
+
+    results: tuple[Result, ...]
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """The scores by seed, of those that have one."""
+        return {r.seed: r.score for r in self.results if r.score is not None}
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the runs are shorter than the paper's."""
+        return self.results[0].reduced
+
+
+@dataclass(frozen=True)
+class Line:
+    """One cell for people: texts in the order of `HEADER`."""
+
+    row: str
+    column: str
+    paper: str
+    ours: str
+    difference: str
+    gain_paper: str
+    gain_ours: str
+    verdict: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The texts."""
+        return tuple(vars(self).values())
+
+
+def lines_of(
+    table: Table, results: Iterable[Result], rows: Sequence[Axis], columns: Sequence[Axis]
+) -> list[Line]:
+    """Return the lines of some rows and columns; results of older settings are left out."""
+    gathered = _gather(fresh(table, results))
+    return [_line(table, row, column, gathered) for column in columns for row in rows]
+
+
+def _gather(results: Iterable[Result]) -> dict[tuple[str, str], Ours]:
+    by_cell: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        by_cell.setdefault((result.row, result.column), []).append(result)
+    gathered = {}
+    for cell, found in by_cell.items():
+        longest = max(result.rounds for result in found)
+        by_seed = {
+            r.seed: r for r in found if r.rounds == longest
+        }  # the last line of a seed counts
+        gathered[cell] = Ours(tuple(by_seed[seed] for seed in sorted(by_seed)))
+    return gathered
+
+
+def _line(table: Table, row: Axis, column: Axis, gathered: dict[tuple[str, str], Ours]) -> Line:
+    published = table.printed(row, column)
+    ours = gathered.get((row.name, column.name))
+    base = table.baseline(row, column)
+    base_published = table.printed(*base) if base else None
+    base_ours = gathered.get((base[0].name, base[1].name)) if base else None
+    gain_paper = _minus(published.value, base_published.value if base_published else None)
+    gain_ours = _paired_gain(ours, base_ours)
+    mine = fmean(ours.scores.values()) if ours and ours.scores else None
+    difference = _minus(mine, published.value)
+    digits = 0 if table.score_of(row, column).kind == "rounds_to_target" else 2
+    if table.score_of(row, column).kind == "note":
+        digits = 4
+    return Line(
+        row=row.name,
+        column=column.name,
+        paper=_printed(published, digits),
+        ours=_ours(ours, digits),
+        difference=_signed(difference, digits),
+        gain_paper=_signed(gain_paper, digits),
+        gain_ours=_signed(gain_ours, digits),
+        verdict=_verdict(table, row, column, ours, difference, gain_paper, gain_ours),
+    )
+
+
+def _minus(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a - b
+
+
+def _paired_gain(ours: Ours | None, base: Ours | None) -> float | None:
+    """Return the mean gain over the seeds that both have, of runs of the same length."""
+    if ours is None or base is None or ours.results[0].rounds != base.results[0].rounds:
+        return None
+    both = ours.scores.keys() & base.scores.keys()
+    return fmean(ours.scores[s] - base.scores[s] for s in both) if both else None
+
+
+def _printed(published: Published, digits: int) -> str:
+    if published.value is None:
+        return published.mark
+    text = f"{published.value:.{digits}f}"
+    return text if published.spread is None else f"{text} ± {published.spread:.{digits}f}"
+
+
+def _ours(ours: Ours | None, digits: int) -> str:
+    if ours is None:
+        return "-"
+    scores = list(ours.scores.values())
+    text = f"{fmean(scores):.{digits}f}" if scores else "no score"
+    if len(scores) > 1:
+        text += f" ± {stdev(scores):.{digits}f}"
+    count = len(ours.results)
+    text += f" ({count} seed{'s' if count > 1 else ''})"
+    diverged = sum(result.status == "diverged" for result in ours.results)
+    missing = count - len(scores) - diverged
+    if diverged:
+        text += f", {diverged} diverged"
+    if missing > 0 and scores:
+        text += f", {missing} without a score"
+    first = ours.results[0]
+    if any(result.partial for result in ours.results):
+        text += f", on {min(r.data_share for r in ours.results):.0%} of the data"
+    if ours.reduced:
+        text += f", reduced: {first.rounds} of {first.full_rounds} rounds"
+    return text
+
+
+def _signed(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:+.{digits}f}"
+
+
+def _verdict(
+    table: Table,
+    row: Axis,
+    column: Axis,
+    ours: Ours | None,
+    difference: float | None,
+    gain_paper: float | None,
+    gain_ours: float | None,
+) -> str:
+    """Hold a full-length accuracy against the bar: near, or at least half of the gain."""
+    score = table.score_of(row, column)
+    if ours is None or not score.kind.startswith("accuracy"):
+        return "-"
+    if ours.reduced:
+        return "reduced"
+    if any(result.partial for result in ours.results):
+        return "other data"
+    if difference is None and gain_paper is None:
+        return "-"
+    if difference is not None and abs(difference) <= NEAR:
+        return "near"
+    if (
+        gain_paper is not None
+        and gain_ours is not None
+        and gain_paper * gain_ours > 0
+        and abs(gain_ours) >= abs(gain_paper) / 2
+    ):
+        return "gain"
+    return "missed" if why(table, row, column) else "missed, no reason yet"
+
+
+def why(table: Table, row: Axis, column: Axis) -> list[str]:
+    """Return the findings that speak of a cell."""
+
+    def covers(patterns: tuple[str, ...], axis: Axis) -> bool:
+        return not patterns or any(fnmatchcase(axis.name, pattern) for pattern in patterns)
+
+    return [f.text for f in table.findings if covers(f.rows, row) and covers(f.columns, column)]

@@ -1,0 +1,188 @@
+"""From a table to runs: the experiment of every cell and seed, or the reason why there is none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fedbasin.core.expressions import ExpressionError, parse
+from fedbasin.experiment import Experiment, from_mapping
+from fedbasin.papers.tables import Axis, PaperError, Table
+
+# Settings that say where, how fast and what to keep, not what is computed.
+_NO_MATTER = {
+    "sim.address",
+    "sim.checkpoint_every",
+    "sim.chunk",
+    "sim.client_memory",
+    "sim.compile",
+    "sim.device",
+    "sim.executor",
+    "sim.memory",
+    "sim.workers",
+    "snapshots.clients",
+    "snapshots.every",
+    "snapshots.rounds",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell with one seed: what is run, and what its line is written under."""
+
+    table: Table
+    row: Axis
+    column: Axis
+    seed: int
+    share: float  # of the paper's rounds
+    experiment: Experiment
+    full_rounds: int
+
+    @property
+    def config(self) -> str:
+        """A hash of every setting that can change the result."""
+        return fingerprint(self.experiment)
+
+    @property
+    def command(self) -> str:
+        """The command that runs this task alone."""
+        parts = ["fedbasin", "paper", "run", self.table.name, "--rows", self.row.name]
+        parts += ["--columns", self.column.name, "--seeds", str(self.seed)]
+        if self.share < 1:
+            parts += ["--rounds", f"{self.share:g}"]
+        return shlex.join(parts)
+
+    def folder(self, out: Path) -> Path:
+        """Return where it is run; cells with equal settings share a run, whatever their table."""
+        return out / self.config
+
+
+def fingerprint(experiment: Experiment) -> str:
+    """Hash the settings that differ from the defaults, so that a new setting changes no hash."""
+    now, default = _flat(asdict(experiment.resolved())), _flat(asdict(Experiment()))
+    changed = {k: v for k, v in now.items() if v != default[k] and k not in _NO_MATTER}
+    written = json.dumps(changed, sort_keys=True)
+    return hashlib.blake2b(written.encode(), digest_size=8).hexdigest()
+
+
+def _flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = value
+    return found
+
+
+def method_of(table: Table, row: Axis, column: Axis) -> str:
+    """Return a cell's method, its values filled in."""
+    values = {**table.values, **column.values, **row.values}
+    template = row.method or column.method or table.setup.get("method", "fedavg")
+
+    def fill(found: re.Match[str]) -> str:
+        name = found[1]
+        if name not in values:
+            raise PaperError(
+                f"{table.name}.toml: method {template!r} of row {row.name!r}, column "
+                f"{column.name!r} needs a value for {{{name}}}"
+            )
+        return str(values[name])
+
+    for _ in range(4):  # values may hold values
+        filled = re.sub(r"\{(\w+)\}", fill, template)
+        if filled == template:
+            break
+        template = filled
+    return template
+
+
+def settings_of(table: Table, row: Axis, column: Axis) -> dict[str, Any]:
+    """Return a cell's settings: the table's, then its column's, then its row's."""
+    merged = deepcopy(dict(table.setup))
+    for part in (column.setup, row.setup):
+        _merge(merged, part)
+    merged["method"] = method_of(table, row, column)
+    score = table.score_of(row, column)
+    merged.setdefault("sim", {})["evaluate_last"] = score.last
+    return merged
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, Mapping):
+            section = into.setdefault(key, {})
+            _merge(section, value)
+        else:
+            into[key] = value
+
+
+def reason(table: Table, row: Axis, column: Axis) -> str:
+    """Say why a cell cannot be run, or nothing."""
+    stated = table.cannot or row.cannot or column.cannot
+    if stated:
+        return stated
+    return _unreadable(method_of(table, row, column))
+
+
+@cache
+def _unreadable(method: str) -> str:
+    """Say why a method cannot be read: one that is not in the catalogue has no run."""
+    try:
+        parse(method, "method")
+    except ExpressionError as error:
+        return str(error)
+    return ""
+
+
+def experiment_of(
+    table: Table, row: Axis, column: Axis, *, seed: int, device: str = "auto"
+) -> Experiment:
+    """Return a cell's experiment, at the paper's length."""
+    settings = settings_of(table, row, column)
+    settings["seed"] = seed
+    settings["sim"]["device"] = device
+    # A stopped run loses a tenth at most; long windows of models are slow to save.
+    rounds = settings.get("rounds", Experiment().rounds)
+    settings["sim"].setdefault("checkpoint_every", max(10, int(rounds) // 10))
+    return from_mapping(settings).resolved()
+
+
+def tasks_of(
+    table: Table,
+    rows: Sequence[Axis],
+    columns: Sequence[Axis],
+    seeds: Sequence[int],
+    *,
+    share: float = 1.0,
+    device: str = "auto",
+) -> tuple[list[Task], dict[str, list[str]]]:
+    """Lay out a grid: what can be run, and for the rest the cells under each reason.
+
+    All cells come with one seed before any comes with the next.
+    """
+    if not 0 < share <= 1:
+        raise PaperError(f"--rounds is {share}: write the share of the paper's rounds, in (0, 1]")
+    tasks: list[Task] = []
+    reasons: dict[str, list[str]] = {}
+    for seed in seeds:
+        for column in columns:
+            for row in rows:
+                why = reason(table, row, column)
+                if why:
+                    cells = reasons.setdefault(why, [])
+                    name = f"{row.name} | {column.name}"
+                    cells += [] if name in cells else [name]
+                    continue
+                whole = experiment_of(table, row, column, seed=seed, device=device)
+                part = replace(whole, rounds=max(1, round(share * whole.rounds)))
+                tasks.append(Task(table, row, column, seed, share, part, whole.rounds))
+    return tasks, reasons

@@ -1,0 +1,201 @@
+"""Result lines: one JSON object for every cell and seed that was run.
+
+The lines that ship with fedbasin lie in ``results/<paper>.jsonl``; runs of one's own are written
+beside their run folders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from statistics import fmean
+from typing import Any, get_type_hints
+
+from fedbasin import data
+from fedbasin.core.expressions import fit, is_fit, type_name
+from fedbasin.core.record import RoundRecord, RunFolder, rounds_to_target
+from fedbasin.data.sources import SOURCES
+from fedbasin.papers.grid import Task, experiment_of, fingerprint
+from fedbasin.papers.tables import PaperError, Score, Table, paper_names
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line: which cell, what came out, and what made it."""
+
+    table: str
+    row: str
+    column: str
+    seed: int
+    score: float | None  # None: not reached, or diverged before it was scored
+    measure: str
+    rounds: int
+    full_rounds: int
+    data_share: float  # rows of the dataset at hand over those that were published
+    status: str
+    config: str
+    command: str
+    commit: str | None
+    device: str
+    versions: dict[str, str]
+    seconds: float
+
+    @property
+    def reduced(self) -> bool:
+        """Whether it ran for fewer rounds than the paper."""
+        return self.rounds < self.full_rounds
+
+    @property
+    def partial(self) -> bool:
+        """Whether the data at hand was but a part of what was published."""
+        return self.data_share < 0.99
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int, str]:
+        """What a second line of the same run would share."""
+        return self.table, self.row, self.column, self.seed, self.rounds, self.config
+
+
+def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
+    """Return a cell's number from the records of its run."""
+    found = list(records)
+    if score.kind == "rounds_to_target":
+        return rounds_to_target(found, score.target / 100)
+    if score.kind == "note":
+        first, last = score.between
+        noted = [r.notes.get(score.note) for r in found if first <= r.round <= last]
+        numbers = [n for n in noted if isinstance(n, int | float)]
+        return fmean(numbers) if numbers else None
+    shown = [r for r in found[-score.last :] if r.accuracy is not None]
+    values = [
+        r.accuracy_send
+        if score.kind == "accuracy_send" and r.accuracy_send is not None
+        else r.accuracy
+        for r in shown
+    ]
+    scored = [value for value in values if value is not None]
+    return 100 * fmean(scored) if scored else None
+
+
+def data_share(name: str, data_dir: Path | None = None) -> float:
+    """Return how much of a published dataset is at hand; a data folder may hold less of it."""
+    published = max((sum(source.rows or (0, 0)) for source in SOURCES.get(name, ())), default=0)
+    dataset = data.load(name, data_dir=data_dir)
+    return round((len(dataset.train) + len(dataset.test)) / published, 4) if published else 1.0
+
+
+def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
+    """Return the line of a run that is over."""
+    folder = RunFolder(path)
+    summary = folder.read_summary()
+    score = task.table.score_of(task.row, task.column)
+    return Result(
+        table=task.table.name,
+        row=task.row.name,
+        column=task.column.name,
+        seed=task.seed,
+        score=_rounded(score_of(score, folder.read_rounds())),
+        measure=score.text,
+        rounds=task.experiment.rounds,
+        full_rounds=task.full_rounds,
+        data_share=data_share(task.experiment.data.name, data_dir),
+        status=str(summary.get("status")),
+        config=task.config,
+        command=task.command,
+        commit=summary.get("commit"),
+        device=str(summary.get("device")),
+        versions={**summary.get("versions", {}), "python": str(summary.get("python"))},
+        seconds=round(float(summary.get("seconds", 0.0)), 2),
+    )
+
+
+def _rounded(score: float | None) -> float | None:
+    return None if score is None else round(score, 4)
+
+
+def append(path: Path, result: Result) -> None:
+    """Add a line, unless it is there; it is on disk when this returns."""
+    if path.exists() and result.key in {line.key for line in read(path)}:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _cut_torn(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(result)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _cut_torn(path: Path) -> None:
+    """Drop a last line that a crash cut short; its run is over, so its line is written again."""
+    if path.exists():
+        written = path.read_bytes()
+        os.truncate(path, written.rfind(b"\n") + 1)
+
+
+def read(path: Path) -> list[Result]:
+    """Read a file of lines; the last one may have been cut short by a crash."""
+    return parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def parse(text: str, where: str) -> list[Result]:
+    """Read lines; errors name the file, the line, the field and the value."""
+    lines = text.split("\n")
+    results = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                continue
+            raise PaperError(f"{where}, line {number} is not JSON: {error}") from error
+        results.append(_result(raw, f"{where}, line {number}"))
+    return results
+
+
+def _result(raw: Any, where: str) -> Result:
+    hints = get_type_hints(Result)
+    if not isinstance(raw, dict) or set(raw) != {f.name for f in fields(Result)}:
+        raise PaperError(f"{where}: the fields must be {', '.join(hints)}")
+    for name, value in raw.items():
+        if not is_fit(value, hints[name]):
+            raise PaperError(f"{where}: {name} is {value!r}, it must be {type_name(hints[name])}")
+    return Result(**{name: fit(value, hints[name]) for name, value in raw.items()})
+
+
+@cache
+def shipped() -> tuple[Result, ...]:
+    """Return the results that ship with fedbasin."""
+    folder = resources.files("fedbasin.papers") / "results"
+    found: list[Result] = []
+    for name in paper_names():
+        file = folder / f"{name}.jsonl"
+        if file.is_file():
+            found += parse(file.read_text(encoding="utf-8"), f"papers/results/{name}.jsonl")
+    return tuple(found)
+
+
+def fresh(table: Table, results: Iterable[Result]) -> list[Result]:
+    """Return a table's results whose settings are those that the table has now."""
+    rows = {row.name: row for row in table.rows}
+    columns = {column.name: column for column in table.columns}
+    kept = []
+    for result in results:
+        if result.table != table.name or result.row not in rows or result.column not in columns:
+            continue
+        if result.config == _config_now(table, result):
+            kept.append(result)
+    return kept
+
+
+def _config_now(table: Table, result: Result) -> str:
+    row = next(row for row in table.rows if row.name == result.row)
+    column = next(column for column in table.columns if column.name == result.column)
+    whole = experiment_of(table, row, column, seed=result.seed)
+    return fingerprint(replace(whole, rounds=result.rounds))

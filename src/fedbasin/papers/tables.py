@@ -1,0 +1,360 @@
+"""The papers' tables and figures as data: one TOML file each, checked when it is read.
+
+    [score] [setup] [values]      what holds for every cell
+    [[rows]] [[columns]]          name, and what this row or column changes
+    [published] [spread]          row = [a number or a mark for each column]
+
+A cell's settings are those of the table, then of its column, then of its row. Its method is that
+of the row or of the column, with every ``{name}`` replaced from `values`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from fedbasin.core.expressions import fit, is_fit, type_name
+
+Mark = Literal["unreadable", "figure", "not reported", "diverged"]
+MARKS: dict[str, str] = {
+    "unreadable": "printed, but lost in our copy of the paper",
+    "figure": "drawn, without a number",
+    "not reported": "not in the paper",
+    "diverged": "the paper says that it did not converge",
+}
+_T = TypeVar("_T")
+
+
+class PaperError(ValueError):
+    """A table that cannot be used: the file, the field and the value at fault."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a cell's number is.
+
+    Args:
+        kind: ``"accuracy"`` of the scored model or ``"accuracy_send"`` of the broadcast one (in
+            percent, mean of the last rounds), ``"rounds_to_target"``, or ``"note"``: a number that
+            the method leaves in the record.
+        last: how many rounds are averaged.
+        target: the accuracy to reach, in percent.
+        note: the name of the note.
+        between: first and last round that a note is averaged over.
+    """
+
+    kind: Literal["accuracy", "accuracy_send", "rounds_to_target", "note"] = "accuracy"
+    last: int = 10
+    target: float = 0.0
+    note: str = ""
+    between: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The score in words."""
+        if self.kind == "rounds_to_target":
+            return f"first round at {self.target:g} %"
+        if self.kind == "note":
+            return f"{self.note}, mean of rounds {self.between[0]} to {self.between[1]}"
+        which = " of the broadcast model" if self.kind == "accuracy_send" else ""
+        return f"accuracy{which} (%), mean of the last {self.last} rounds"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A row or a column.
+
+    Args:
+        name: what it is called on the command line.
+        method: an expression, with ``{name}`` where a value goes.
+        setup: settings that it changes.
+        values: what ``{name}`` stands for.
+        over: the row (or column) that gains are measured against.
+        cannot: why it cannot be run.
+        choice: how settings that the paper leaves open were chosen.
+        score: what its numbers are, where not the table's.
+    """
+
+    name: str
+    method: str = ""
+    setup: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    over: str = ""
+    cannot: str = ""
+    choice: str = ""
+    score: Score | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why ours is not theirs, as found by experiment. No rows or columns means all of them."""
+
+    text: str
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Published:
+    """A printed number with its spread, or the mark that stands for none."""
+
+    value: float | None
+    spread: float | None = None
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table or figure.
+
+    Args:
+        title: what it shows.
+        seeds: the seeds of a run, as many as the paper's runs.
+        score: what its numbers are.
+        unit: how accuracies are printed; fractions are read as percent.
+        setup: settings of every cell.
+        values: what ``{name}`` stands for in every method.
+        rows: the rows.
+        columns: the columns.
+        published: a number or a mark for every cell that the paper shows.
+        spread: the printed ±, where there is one.
+        claims: what the text says of it where no number is printed.
+        notes: how the runs here differ from the paper's.
+        findings: reasons for differences, found by experiment.
+        cannot: why nothing of it can be run.
+        name: ``"ima/table1"``; from the file's place.
+    """
+
+    title: str
+    seeds: tuple[int, ...]
+    rows: tuple[Axis, ...] = ()
+    columns: tuple[Axis, ...] = ()
+    score: Score = field(default_factory=Score)
+    unit: Literal["percent", "fraction"] = "percent"
+    setup: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    published: Mapping[str, Any] = field(default_factory=dict)
+    spread: Mapping[str, Any] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    cannot: str = ""
+    name: str = ""
+
+    def printed(self, row: Axis, column: Axis) -> Published:
+        """Return what the paper prints for a cell."""
+        place = self.columns.index(column)
+        cell = self.published.get(row.name, ["not reported"] * len(self.columns))[place]
+        if isinstance(cell, str):
+            return Published(None, None, cell)
+        times = 100.0 if self.unit == "fraction" else 1.0
+        spread = self.spread[row.name][place] if row.name in self.spread else None
+        return Published(round(cell * times, 6), spread and round(spread * times, 6))
+
+    def score_of(self, row: Axis, column: Axis) -> Score:
+        """Return what a cell's number is."""
+        return row.score or column.score or self.score
+
+    def baseline(self, row: Axis, column: Axis) -> tuple[Axis, Axis] | None:
+        """Return the cell that this one's gain is measured against."""
+        if row.over:
+            return _named(self.rows, row.over), column
+        if column.over:
+            return row, _named(self.columns, column.over)
+        return None
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper: what it is, and what its text leaves to its code.
+
+    Args:
+        title: its title.
+        venue: where it appeared.
+        url: where it can be read.
+        differences: where the runs here differ from the authors', whichever the table.
+        name: its short name; from the folder.
+    """
+
+    title: str
+    venue: str
+    url: str
+    differences: tuple[str, ...] = ()
+    name: str = ""
+
+
+def _named(axes: Iterable[Axis], name: str) -> Axis:
+    return next(axis for axis in axes if axis.name == name)
+
+
+def paper_names() -> list[str]:
+    """Return the short names of the papers."""
+    return ["ima", "fedlaw", "wima", "fedcda", "fedwcm"]
+
+
+@cache
+def table_names() -> tuple[str, ...]:
+    """Return the names of all tables and figures, paper by paper, tables first."""
+    found = []
+    for paper in paper_names():
+        files = [file.name for file in _folder(paper).iterdir() if file.name.endswith(".toml")]
+        names = [name.removesuffix(".toml") for name in files if name != "paper.toml"]
+        order = sorted(
+            names, key=lambda n: (n.startswith("fig"), int(re.sub(r"\D", "", n) or 0), n)
+        )
+        found += [f"{paper}/{name}" for name in order]
+    return tuple(found)
+
+
+def _folder(paper: str) -> Any:
+    return resources.files("fedbasin.papers") / "tables" / paper
+
+
+@cache
+def load_paper(name: str) -> Paper:
+    """Read what is said of a paper."""
+    where = f"{name}/paper.toml"
+    text = (_folder(name) / "paper.toml").read_text(encoding="utf-8")
+    return _build(Paper, {**_toml(text, where), "name": name}, where)
+
+
+@cache
+def load_table(name: str) -> Table:
+    """Read a table by its name."""
+    if name not in table_names():
+        close = difflib.get_close_matches(name, table_names(), n=3, cutoff=0.4)
+        raise PaperError(
+            f"no table is called {name!r}; there is {', '.join(close or table_names())}"
+        )
+    paper, _, item = name.partition("/")
+    return read_table((_folder(paper) / f"{item}.toml").read_text(encoding="utf-8"), name)
+
+
+def read_table(text: str, name: str) -> Table:
+    """Read and check a table's TOML; errors name the file, the field and the value."""
+    where = f"{name}.toml"
+    raw = _toml(text, where)
+    for key in ("rows", "columns"):
+        raw[key] = tuple(_axes(raw.get(key, []), f"{where}: {key}"))
+    raw["findings"] = tuple(
+        _build(Finding, finding, f"{where}: findings[{i}]")
+        for i, finding in enumerate(raw.get("findings", []))
+    )
+    if "score" in raw:
+        raw["score"] = _score(raw["score"], f"{where}: score")
+    table = _build(Table, {**raw, "name": name}, where)
+    _check(table, where)
+    return table
+
+
+def _toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PaperError(f"{where} is not TOML: {error}") from error
+
+
+def _axes(raw: Any, where: str) -> Iterable[Axis]:
+    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
+        raise PaperError(f"{where} is {raw!r}, it must be an array of tables")
+    for place, item in enumerate(raw):
+        here = f"{where}[{place}]"
+        if "score" in item:
+            item = {**item, "score": _score(item["score"], f"{here}.score")}
+        yield _build(Axis, item, here)
+
+
+def _score(raw: Any, where: str) -> Score:
+    score = _build(Score, raw, where)
+    if score.last < 1:
+        raise PaperError(f"{where}.last is {score.last}, it must be at least 1")
+    if score.kind == "rounds_to_target" and not 0 < score.target <= 100:
+        raise PaperError(f"{where}.target is {score.target}, it must be a percentage")
+    if score.kind == "note" and (not score.note or len(score.between) != 2):
+        raise PaperError(f"{where} needs note = a name and between = [first, last]")
+    return score
+
+
+def _build(cls: type[_T], raw: Any, where: str) -> _T:
+    """Make a dataclass of a mapping: known fields of the right type only, none missing."""
+    if not isinstance(raw, Mapping):
+        raise PaperError(f"{where} is {raw!r}, it must be a table of fields")
+    hints, given = get_type_hints(cls), {}
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for key, value in raw.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or list(known)
+            raise PaperError(f"{where}: unknown field {key!r}; there is {', '.join(close)}")
+        value = tuple(value) if isinstance(value, list) else value
+        if not is_fit(value, hints[key]):
+            raise PaperError(f"{where}: {key} is {value!r}, it must be {type_name(hints[key])}")
+        given[key] = fit(value, hints[key])
+    for name, of in known.items():
+        if name not in given and of.default is MISSING and of.default_factory is MISSING:
+            raise PaperError(f"{where}: {name} is missing")
+    return cls(**given)
+
+
+def _check(table: Table, where: str) -> None:
+    for kind, axes in (("rows", table.rows), ("columns", table.columns)):
+        names = [axis.name for axis in axes]
+        if not names:
+            raise PaperError(f"{where}: {kind} is empty")
+        for axis in axes:
+            if not axis.name or re.search(r"[,*?\[\]|]", axis.name) or names.count(axis.name) > 1:
+                raise PaperError(
+                    f"{where}: {kind} name {axis.name!r} must be given once, without , * ? [ ] |"
+                )
+            if axis.over and (axis.over not in names or axis.over == axis.name):
+                raise PaperError(f"{where}: {kind}.over is {axis.over!r}, not another of {names}")
+    if not table.seeds:
+        raise PaperError(f"{where}: seeds is empty")
+    for row in table.rows:
+        for column in table.columns:
+            if row.method and column.method:
+                raise PaperError(
+                    f"{where}: row {row.name!r} and column {column.name!r} both name a method"
+                )
+    _check_numbers(table, where)
+    for finding in table.findings:
+        for patterns, axes in ((finding.rows, table.rows), (finding.columns, table.columns)):
+            for pattern in patterns:
+                select(axes, pattern, where)
+
+
+def _check_numbers(table: Table, where: str) -> None:
+    names = [row.name for row in table.rows]
+    for kind, cells in (("published", table.published), ("spread", table.spread)):
+        for row, numbers in cells.items():
+            here = f"{where}: {kind}.{row!r}"
+            if row not in names:
+                raise PaperError(f"{here} is not a row; there is {', '.join(names)}")
+            if not isinstance(numbers, list) or len(numbers) != len(table.columns):
+                raise PaperError(
+                    f"{here} is {numbers!r}, it must hold {len(table.columns)} cells, one a column"
+                )
+            for number in numbers:
+                if isinstance(number, bool) or not isinstance(number, int | float | str):
+                    raise PaperError(f"{here} holds {number!r}, not a number or a mark")
+                if isinstance(number, str) and (number not in MARKS or kind == "spread"):
+                    raise PaperError(f"{here} holds {number!r}; the marks are {', '.join(MARKS)}")
+
+
+def select(axes: tuple[Axis, ...], patterns: str, what: str) -> list[Axis]:
+    """Return the rows or columns that a comma-separated list of names or patterns means."""
+    chosen: list[Axis] = []
+    for pattern in (part.strip() for part in patterns.split(",")):
+        found = [axis for axis in axes if fnmatchcase(axis.name, pattern)]
+        if not found:
+            names = [axis.name for axis in axes]
+            close = difflib.get_close_matches(pattern, names, n=4, cutoff=0.4) or names
+            raise PaperError(f"{what}: nothing is called {pattern!r}; there is {', '.join(close)}")
+        chosen += [axis for axis in found if axis not in chosen]
+    return [axis for axis in axes if axis in chosen]

@@ -1,0 +1,276 @@
+"""Scores, result lines, and ours beside theirs, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import stdev
+from types import SimpleNamespace
+
+import pytest
+
+from fedbasin.core.record import RoundRecord
+from fedbasin.papers import PaperError, Result, lines_of, load_table, table_names
+from fedbasin.papers.grid import experiment_of, fingerprint, tasks_of
+from fedbasin.papers.page import page
+from fedbasin.papers.results import append, data_share, fresh, parse, read, score_of, shipped
+from fedbasin.papers.tables import Score, read_table
+
+DOCS = Path(__file__).parents[2] / "docs"
+TOML = """
+title = "a table"
+seeds = [0]
+[setup]
+rounds = 100
+[[rows]]
+name = "fedavg"
+method = "fedavg"
+[[rows]]
+name = "scaffold"
+method = "scaffold"
+over = "fedavg"
+[[columns]]
+name = "a"
+[[columns]]
+name = "b"
+[[findings]]
+text = "another split"
+rows = ["scaf*"]
+columns = ["b"]
+[published]
+fedavg = [50.0, 50.0]
+scaffold = [60.0, 60.0]
+"""
+TABLE = read_table(TOML, "x/table1")
+
+
+def line(row, column, seed, score, rounds=100, table=TABLE, **more):
+    axes = [next(a for a in kind if a.name == n) for kind, n in
+            ((table.rows, row), (table.columns, column))]  # fmt: skip
+    experiment = replace(experiment_of(table, *axes, seed=seed), rounds=rounds)
+    given = {
+        "table": table.name, "row": row, "column": column, "seed": seed, "score": score,
+        "measure": "accuracy", "rounds": rounds, "full_rounds": 100, "status": "finished",
+        "data_share": 1.0, "config": fingerprint(experiment), "command": "fedbasin", "commit": None,
+        "device": "cpu", "versions": {"torch": "2"}, "seconds": 1.0,
+    }  # fmt: skip
+    return Result(**(given | more))
+
+
+def shown(*results, row="scaffold", column="a"):
+    (found,) = [
+        found for found in lines_of(TABLE, results, TABLE.rows, TABLE.columns)
+        if (found.row, found.column) == (row, column)
+    ]  # fmt: skip
+    return found
+
+
+def test_scores_are_what_the_papers_average():
+    records = [
+        RoundRecord(n, accuracy=n / 100, accuracy_send=n / 200, notes={"gamma": float(n)})
+        for n in range(1, 21)
+    ]
+    assert score_of(Score(last=10), records) == pytest.approx(15.5)
+    assert score_of(Score("accuracy_send", last=2), records) == pytest.approx(9.75)
+    assert score_of(Score("rounds_to_target", target=12.5), records) == 13
+    assert score_of(Score("rounds_to_target", target=21.0), records) is None
+    assert score_of(Score("note", note="gamma", between=(3, 5)), records) == 4
+    assert score_of(Score("note", note="gamma", between=(90, 110)), records) is None
+    assert score_of(Score("note", note="other", between=(3, 5)), records) is None
+    assert score_of(Score(), []) is None
+
+
+def test_rounds_that_were_not_scored_do_not_count():
+    records = [RoundRecord(1, accuracy=0.5), RoundRecord(2), RoundRecord(3, accuracy=0.7)]
+    assert score_of(Score(last=3), records) == pytest.approx(60)
+    assert score_of(Score("accuracy_send", last=1), records) == pytest.approx(70)  # one model
+
+
+def test_a_line_shows_mean_spread_difference_and_paired_gains():
+    scores = {0: 55.0, 1: 57.0, 2: 62.0}
+    ours = [line("scaffold", "a", seed, score) for seed, score in scores.items()]
+    base = [line("fedavg", "a", seed, score) for seed, score in ((1, 50.0), (2, 51.0), (3, 0.0))]
+    found = shown(*ours, *base)
+    assert found.paper == "60.00"
+    assert found.ours == f"58.00 ± {stdev(scores.values()):.2f} (3 seeds)"
+    assert found.difference == "-2.00"
+    assert found.gain_paper == "+10.00"
+    assert found.gain_ours == "+9.00"  # of seeds 1 and 2: 7 and 11
+    assert found.verdict == "near"
+
+
+@pytest.mark.parametrize(
+    ("score", "base", "verdict"),
+    [
+        (57.0, 56.9, "near"),
+        (56.9, 51.9, "gain"),
+        (56.9, 52.0, "missed, no reason yet"),
+        (45.0, 46.0, "missed, no reason yet"),
+        (70.0, 40.0, "gain"),
+        (63.1, None, "missed, no reason yet"),
+    ],
+)
+def test_the_bar(score, base, verdict):
+    results = [line("scaffold", "a", 0, score)]
+    results += [] if base is None else [line("fedavg", "a", 0, base)]
+    assert shown(*results).verdict == verdict
+
+
+def test_a_miss_with_a_finding_says_so_on_its_cell_alone():
+    results = [line(row, column, 0, 10.0) for row in ("fedavg", "scaffold") for column in "ab"]
+    assert shown(*results, column="b").verdict == "missed"
+    assert shown(*results, column="a").verdict == "missed, no reason yet"
+    assert shown(*results, row="fedavg", column="b").verdict == "missed, no reason yet"
+
+
+def test_reduced_runs_are_marked_and_never_judged():
+    found = shown(line("scaffold", "a", 0, 60.0, rounds=10))
+    assert found.ours == "60.00 (1 seed), reduced: 10 of 100 rounds"
+    assert found.verdict == "reduced"
+
+
+def test_a_part_of_the_data_is_marked_and_never_judged():
+    found = shown(line("scaffold", "a", 0, 60.0, data_share=0.5))
+    assert (found.ours, found.verdict) == ("60.00 (1 seed), on 50% of the data", "other data")
+
+
+def test_the_share_of_the_data_is_of_what_was_published(monkeypatch):
+    half = SimpleNamespace(train=range(25_000), test=range(5_000))
+    monkeypatch.setattr("fedbasin.data.load", lambda name, data_dir: half)
+    assert data_share("cifar100") == 0.5
+    assert data_share("hf:some/images") == 1  # nothing is known of it
+
+
+def test_full_length_runs_stand_before_reduced_ones():
+    found = shown(line("scaffold", "a", 0, 60.0), line("scaffold", "a", 1, 10.0, rounds=10))
+    assert found.ours == "60.00 (1 seed)"
+    assert shown(
+        line("scaffold", "a", 0, 60.0), line("fedavg", "a", 0, 10.0, rounds=10)
+    ).gain_ours == "-"  # a gain is between runs of one length  # fmt: skip
+
+
+def test_a_run_that_diverged_or_never_got_there_is_counted():
+    found = shown(
+        line("scaffold", "a", 0, 60.0),
+        line("scaffold", "a", 1, None, status="diverged"),
+        line("scaffold", "a", 2, None),
+    )
+    assert found.ours == "60.00 (3 seeds), 1 diverged, 1 without a score"
+    assert shown(line("scaffold", "a", 0, None)).ours == "no score (1 seed)"
+
+
+def test_results_of_other_settings_are_left_out():
+    old = line("scaffold", "a", 0, 60.0)
+    changed = read_table(
+        TOML.replace("rounds = 100", "rounds = 100\nmodel = 'logistic'"), "x/table1"
+    )
+    assert fresh(TABLE, [old]) == [old]
+    assert fresh(changed, [old]) == []
+    assert fresh(TABLE, [replace(old, row="gone"), replace(old, table="x/table2")]) == []
+
+
+def test_lines_are_written_once_and_read_back(tmp_path):
+    path = tmp_path / "deep" / "results.jsonl"
+    first, second = line("fedavg", "a", 0, 50.0), line("fedavg", "a", 1, None)
+    for result in (first, second, first):
+        append(path, result)
+    assert read(path) == [first, second]
+
+
+def test_a_line_cut_short_by_a_crash_is_left_behind(tmp_path):
+    path = tmp_path / "results.jsonl"
+    first, second = line("fedavg", "a", 0, 50.0), line("fedavg", "a", 1, 51.0)
+    append(path, first)
+    path.write_text(path.read_text() + json.dumps(asdict(second))[:40])
+    assert read(path) == [first]
+    append(path, second)
+    assert read(path) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"seed": "0"}, "seed is '0'"), ({"versions": 3}, "versions is 3"), ({"extra": 1}, "fields")],
+)
+def test_a_bad_line_is_refused_by_file_line_and_field(change, told):
+    good = asdict(line("fedavg", "a", 0, 50.0))
+    text = json.dumps(good) + "\n" + json.dumps(good | change) + "\n"
+    with pytest.raises(PaperError, match=r"f\.jsonl, line 2") as refused:
+        parse(text, "f.jsonl")
+    assert told in str(refused.value)
+    with pytest.raises(PaperError, match="line 1 is not JSON"):
+        parse("{\n{}\n", "f.jsonl")
+
+
+def test_the_hash_is_of_what_can_change_a_result():
+    table = load_table("ima/table1")
+    cell = table.rows[0], table.columns[0]
+    here = experiment_of(table, *cell, seed=0)
+    assert fingerprint(here) == fingerprint(experiment_of(table, *cell, seed=0, device="cpu"))
+    kept = replace(here, snapshots=replace(here.snapshots, every=5))
+    assert fingerprint(here) == fingerprint(kept)
+    other = replace(here, local=replace(here.local, lr=0.02))
+    assert len({fingerprint(e) for e in (here, other, replace(here, seed=1))}) == 3
+    assert fingerprint(here) != fingerprint(replace(here, sim=replace(here.sim, precision="fp64")))
+
+
+def test_cells_that_are_one_experiment_share_its_run():
+    def config(name, row, column):
+        table = load_table(name)
+        axes = [next(a for a in kind if a.name == n) for kind, n in
+                ((table.rows, row), (table.columns, column))]  # fmt: skip
+        return fingerprint(experiment_of(table, *axes, seed=0))
+
+    same = [
+        config("ima/table1", "fedavg+ima", "cifar10 cnn dir0.1"),
+        config("ima/table2", "fedavg", "ts300"),
+        config("ima/table3", "fedavg", "exponential"),
+        config("ima/figure6", "fedavg+ima", "alpha 0.1"),
+        config("ima/figure7", "fedavg", "start 300"),
+    ]
+    assert len(set(same)) == 1
+    assert config("wima/table2", "scaffold", "cifar10 a0") == config(
+        "wima/table2", "scaffold+wima", "cifar10 a0"
+    )
+
+
+def test_a_share_of_the_rounds_is_never_none_of_them():
+    table = load_table("ima/table1")
+    (task,), _ = tasks_of(table, table.rows[:1], table.columns[:1], [0], share=0.001)
+    assert (task.experiment.rounds, task.full_rounds) == (1, 300)
+    assert task.command == (
+        "fedbasin paper run ima/table1 --rows fedavg --columns 'fmnist cnn shards2' --seeds 0 "
+        "--rounds 0.001"
+    )
+    with pytest.raises(PaperError, match=r"--rounds is 1\.5"):
+        tasks_of(table, table.rows, table.columns, [0], share=1.5)
+
+
+def test_the_results_that_ship_belong_to_the_tables_as_they_are():
+    stored = shipped()
+    assert {result.table for result in stored} <= set(table_names())
+    for name in {result.table for result in stored}:
+        mine = [result for result in stored if result.table == name]
+        assert fresh(load_table(name), mine) == mine, f"{name}: results of older settings"
+    assert len({result.key for result in stored}) == len(stored)
+
+
+def test_docs_papers_is_what_the_results_say():
+    written = (DOCS / "papers.md").read_text(encoding="utf-8")
+    assert written == page(shipped()), "run: fedbasin paper show --markdown > docs/papers.md"
+
+
+def test_the_page_shows_a_result_with_its_device_and_reason(monkeypatch):
+    monkeypatch.setattr("fedbasin.papers.page.table_names", lambda: ("ima/table1",))
+    monkeypatch.setattr(
+        "fedbasin.papers.page.load_table", lambda name: replace(TABLE, name="ima/t")
+    )
+    mine = [
+        line("scaffold", "b", 0, 10.0, table=replace(TABLE, name="ima/t"), device="a GPU"),
+        line("fedavg", "a", 0, 50.0, table=replace(TABLE, name="ima/t"), rounds=10),
+    ]
+    text = page(mine)
+    assert "| scaffold | b | 60.00 | 10.00 (1 seed) | -50.00 | +10.00 | - | missed |" in text
+    assert "- Found: another split" in text and "Run on a GPU, cpu." in text
+    assert "50.00 (1 seed), reduced: 10 of 100 rounds" in text
+    assert "| ima/t | 4 | 4 | 1 | 0 | 1 |" in text

@@ -1,0 +1,198 @@
+"""The runner on small real runs: it stores, skips, goes on, and survives a cell that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedbasin.cli import app
+from fedbasin.core.record import RunFolder
+from fedbasin.experiment import run
+from fedbasin.papers import load_table, reason, table_names, tasks_of
+from fedbasin.papers.results import read
+from fedbasin.papers.tables import read_table, select
+
+TOML = """
+title = "a table"
+seeds = [0]
+[score]
+last = 2
+[setup]
+rounds = 4
+model = "mlp(widths=(8,))"
+[setup.data]
+name = "digits"
+[setup.partition]
+how = "iid"
+clients = 6
+[setup.local]
+batch = 64
+[setup.sim]
+participation = "fraction(rate=0.5)"
+[[rows]]
+name = "fedavg"
+method = "wima(window=2)"
+score = { kind = "accuracy_send", last = 2 }
+[[rows]]
+name = "fedavg+wima"
+method = "wima(window=2)"
+over = "fedavg"
+[[rows]]
+name = "law"
+method = "fedlaw"
+[[rows]]
+name = "unknown"
+method = "fedzzz"
+[[columns]]
+name = "digits"
+[[columns]]
+name = "elsewhere"
+cannot = "no such machine"
+[published]
+fedavg = [50.0, "figure"]
+"""
+TABLE = read_table(TOML, "x/table1")
+
+
+@pytest.fixture
+def invoke(monkeypatch, tmp_path):
+    monkeypatch.setattr("fedbasin.papers.load_table", lambda name: TABLE)
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(
+        app, ["paper", *arguments], env={"COLUMNS": "220"}, catch_exceptions=True
+    )
+
+
+def test_equal_cells_run_once_and_each_has_its_line(invoke, tmp_path):
+    done = invoke("run", "x/table1", "--rows", "fedavg*", "--columns", "digits", "--jobs", "1")
+    assert done.exit_code == 0, done.output
+    assert "2 results asked for, 1 runs to do" in done.output
+    plain, averaged = read(tmp_path / "runs/papers/results.jsonl")
+    assert (plain.row, averaged.row) == ("fedavg", "fedavg+wima")
+    assert plain.config == averaged.config and plain.seconds > 0
+    assert plain.command == ("fedbasin paper run x/table1 --rows fedavg --columns digits --seeds 0")
+    assert {"torch", "numpy", "python"} <= set(plain.versions) and plain.device.startswith("cpu")
+    assert plain.data_share == 1 and not plain.reduced
+    records = RunFolder(tmp_path / "runs/papers" / plain.config).read_rounds()[-2:]
+    assert plain.score == pytest.approx(50 * sum(r.accuracy_send for r in records), abs=1e-4)
+    assert averaged.score == pytest.approx(50 * sum(r.accuracy for r in records), abs=1e-4)
+    assert f"{plain.score:.2f} (1 seed)" in done.output
+
+    again = invoke("run", "x/table1", "--rows", "fedavg*", "--columns", "digits")
+    assert "0 runs to do" in again.output
+    assert len(read(tmp_path / "runs/papers/results.jsonl")) == 2
+
+    (tmp_path / "runs/papers/results.jsonl").unlink()  # lines come from the runs that are over
+    invoke("run", "x/table1", "--rows", "fedavg*", "--columns", "digits")
+    assert read(tmp_path / "runs/papers/results.jsonl") == [plain, averaged]
+
+
+def test_a_run_that_was_stopped_goes_on_as_it_was_begun(invoke, tmp_path, monkeypatch):
+    (task,), _ = tasks_of(TABLE, TABLE.rows[:1], TABLE.columns[:1], [0])
+    path = task.folder(tmp_path / "runs/papers")
+
+    class Crash(BaseException):
+        pass
+
+    def crash(record):
+        if record.round == 3:
+            raise Crash
+
+    every = replace(task.experiment.sim, checkpoint_every=2, device="cpu")
+    with pytest.raises(Crash):
+        run(replace(task.experiment, sim=every), path, on_round=crash)
+    done = invoke("run", "x/table1", "--rows", "fedavg", "--columns", "digits", "--jobs", "1")
+    assert done.exit_code == 0, done.output
+    whole = tmp_path / "whole"
+    run(task.experiment, whole)
+    resumed, straight = (
+        [r.accuracy for r in RunFolder(each).read_rounds()] for each in (path, whole)
+    )
+    assert resumed == straight and len(resumed) == 4
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(invoke, tmp_path):
+    done = invoke("run", "x/table1", "--rows", "law,fedavg", "--columns", "digits", "--jobs", "1")
+    assert done.exit_code == 1
+    told = str(done.exception)
+    assert "1 cells failed" in told and "--rows law" in told and "data.proxy_per_class" in told
+    assert [r.row for r in read(tmp_path / "runs/papers/results.jsonl")] == ["fedavg"]
+
+
+def test_what_cannot_run_is_said_with_its_reason(invoke):
+    done = invoke("run", "x/table1", "--rows", "unknown,fedavg", "--rounds", "0.5", "--jobs", "1")
+    assert "cannot run fedavg | elsewhere, unknown | elsewhere: no such machine" in done.output
+    assert "cannot run unknown | digits: no method is called 'fedzzz'" in done.output
+    assert "reduced: 2 of 4 rounds" in done.output
+    nothing = invoke("run", "x/table1", "--columns", "elsewhere")
+    assert nothing.exit_code == 1 and "none of the cells" in str(nothing.exception)
+
+
+def test_show_reads_results_of_one_s_own(invoke, tmp_path):
+    invoke("run", "x/table1", "--rows", "fedavg", "--columns", "digits", "--jobs", "1")
+    shown = invoke("show", "x/table1")
+    (line,) = read(tmp_path / "runs/papers/results.jsonl")
+    assert f"{line.score:.2f} (1 seed)" in shown.output and "figure" in shown.output
+    assert "fedavg+wima" not in invoke("show", "x/table1", "--ours").output
+    elsewhere = invoke("show", "x/table1", "--results", "no.jsonl")
+    assert elsewhere.exit_code == 1 and "no.jsonl does not exist" in str(elsewhere.exception)
+
+
+def test_list_names_tables_methods_and_reasons(invoke, monkeypatch):
+    one = invoke("list", "x/table1")
+    assert "wima(window=2)" in one.output and "no such machine" in one.output
+    monkeypatch.setattr("fedbasin.papers.load_table", load_table)
+    every = invoke("list").output
+    assert all(name in every for name in table_names())
+    assert "Landmarks-User-160k is not among" in every
+
+
+def shared_rows():
+    table = load_table("wima/table2")
+    return [row for row in table.rows if row.score is not None]
+
+
+@pytest.mark.parametrize("row", shared_rows(), ids=lambda row: row.name)
+def test_a_row_read_off_the_broadcast_model_is_its_method_without_wima(row, tmp_path):
+    """WIMA's table takes a method's own score from the run with WIMA; both must be one."""
+    inner = "fedavg" if row.method == "wima" else row.method.removeprefix("wima(")[:-1]
+    scores = {}
+    for method in (inner, f"wima({inner}, window=3)"):
+        table = read_table(TOML.replace("fedlaw", method), "x/table1")
+        (task,), _ = tasks_of(table, table.rows[2:3], table.columns[:1], [0])
+        run(task.experiment, tmp_path / str(len(scores)))
+        records = RunFolder(tmp_path / str(len(scores))).read_rounds()
+        scores[method] = [r.accuracy if method == inner else r.accuracy_send for r in records]
+    # In the first round the window holds one model, which is the broadcast one.
+    plain, sent = (each[1:] for each in scores.values())
+    assert plain == sent and len(plain) == 3
+
+
+def test_the_list_of_gpu_commands_names_cells_that_can_run(tmp_path):
+    script = Path(__file__).parents[2] / "benchmarks" / "evidence" / "papers_gpu.sh"
+    told = tmp_path / "commands.jsonl"
+    fake = tmp_path / "fedbasin"
+    fake.write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        f"open({str(told)!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+    )
+    fake.chmod(0o755)
+    parts = ["first", "ima", "law", "wima", "wcm", "cda", "more"]
+    environment = {**os.environ, "FEDBASIN": str(fake)}
+    subprocess.run([script, "r.jsonl", *parts], env=environment, check=True, capture_output=True)
+    commands = [json.loads(line) for line in told.read_text().splitlines()]
+    assert len(commands) > 20
+    for _, _, name, *options in commands:
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        table = load_table(name)
+        rows = select(table.rows, given.get("--rows", "*"), name)
+        columns = select(table.columns, given.get("--columns", "*"), name)
+        assert not any(reason(table, row, column) for row in rows for column in columns)
