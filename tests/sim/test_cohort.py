@@ -231,7 +231,7 @@ def test_a_memory_budget_cuts_the_cohort_into_even_chunks():
     plan = Plan(0.1, 2)
     whole = trained(loop, plan).replies.models
     for clients, width in ((1, 1), (3, 2), (4, 4), (9, 4)):
-        tight = replace(cohort, memory=int(one * (clients + 0.5)), counters=Counters(), _lanes={})
+        tight = replace(cohort, memory=int(one * (clients + 0.5)), counters=Counters())
         torch.testing.assert_close(trained(tight, plan).replies.models, whole)
         assert tight._width(4, vector) == width
     assert free_bytes(torch.device("cpu")) > 2**20
@@ -274,7 +274,7 @@ def test_mixed_precision_trains_close_to_single_and_keeps_models_in_it():
     net = single.trainer.net
     mixed = copy.copy(net)
     mixed.mixed = True
-    half = replace(single, trainer=replace(single.trainer, net=mixed), _lanes={})
+    half = replace(single, trainer=replace(single.trainer, net=mixed))
     a, b = trained(single, Plan(0.1, 2)), trained(half, Plan(0.1, 2))
     assert b.replies.models.dtype == torch.float32
     assert not torch.equal(a.replies.models, b.replies.models)

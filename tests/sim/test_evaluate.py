@@ -27,6 +27,6 @@ def test_several_models_in_one_pass_score_as_each_does_alone():
 
 
 def test_a_class_without_rows_has_no_accuracy():
-    examiner = replace(toy_federation(FedAvg()).test, classes=4, _kept={})
+    examiner = replace(toy_federation(FedAvg()).test, classes=4)
     per_class = examiner.score(examiner.net.initial()[0]).per_class
     assert np.isnan(per_class[3]) and not np.isnan(per_class[:3]).any()

@@ -89,8 +89,8 @@ class CohortExecutor(Executor):
     memory: int = 0
     backend: str = "inductor"
     counters: Counters = field(default_factory=Counters)
-    _lanes: dict[tuple[int, int], Lane] = field(default_factory=dict)
-    _pool: Any = field(default_factory=lambda: _graph_pool())
+    _lanes: dict[tuple[int, int], Lane] = field(default_factory=dict, init=False)
+    _pool: Any = field(default_factory=lambda: _graph_pool(), init=False)
 
     def __post_init__(self) -> None:
         if self.trainer.net.has_statistics:

@@ -44,7 +44,7 @@ class Examiner:
     classes: int
     buffers: Tensor | None = None
     chunk: int = 1000
-    _kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def size(self) -> int:

@@ -19,10 +19,6 @@ from fedbasin.core.tree import rebuild, tensors
 from fedbasin.local.step import Point
 from fedbasin.sim.population import Population
 
-# A run compiles one shape for each rung it meets; torch stops at 8 by default.
-torch._dynamo.config.recompile_limit = 256
-torch._dynamo.config.accumulated_recompile_limit = 4096
-
 
 class Course(NamedTuple):
     """What a chunk of clients trains on; rows are clients."""
@@ -66,6 +62,10 @@ class Lane:
         plain: Callable[..., Any] = _in_place(one_step) if self._captures else one_step
         self._plain = self._step = plain
         if backend is not None:
+            # One shape for each rung that a run meets; torch stops at 8 by default. Set here, for
+            # importing the compiler takes seconds that a process without it is spared.
+            torch._dynamo.config.recompile_limit = 256
+            torch._dynamo.config.accumulated_recompile_limit = 4096
             self._step = torch.compile(self._plain, dynamic=False, fullgraph=True, backend=backend)
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
