@@ -162,7 +162,7 @@ def test_debug_shows_the_traceback(monkeypatch):
 def test_runs_that_use_all_workers_of_ray_are_compared_one_by_one(monkeypatch, tmp_path):
     seen = []
 
-    def watch(layout, console, data_dir, jobs):
+    def watch(layout, console, data_dir, jobs, tensorboard):
         seen.append(jobs)
         raise RuntimeError("enough")
 

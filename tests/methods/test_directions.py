@@ -60,7 +60,7 @@ def one_direction(source, at_start=False):
     v = x + (0 if at_start else 0.3) * np.random.default_rng(0).normal(size=15)
     index = torch.tensor([0, 2, 5])
     point = Point(torch.from_numpy(v), torch.zeros(0), server.buffers, carries)
-    batch = trainer._batch(shard, index, None, 0)
+    batch = trainer._batch(shard, index, None)
     moved, _ = step(point, batch, 1.0, key, net=trainer.net, rules=trainer.rules, sgd=SGD())
     inputs, labels = (part[index.numpy()] for part in world.rows(CLIENT))
     full = np.mean([world.gradient(x, *world.rows(int(i))) for i in cohort], axis=0)

@@ -64,11 +64,10 @@ TABLE = read_table(TOML, "x/table1")
 @pytest.fixture
 def invoke(monkeypatch, tmp_path):
     monkeypatch.setattr("fedbasin.papers.load_table", lambda name: TABLE)
+    monkeypatch.setattr(sys.modules["fedbasin.cli.paper"].console, "width", 220)
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()
-    return lambda *arguments: runner.invoke(
-        app, ["paper", *arguments], env={"COLUMNS": "220"}, catch_exceptions=True
-    )
+    return lambda *arguments: runner.invoke(app, ["paper", *arguments], catch_exceptions=True)
 
 
 def test_equal_cells_run_once_and_each_has_its_line(invoke, tmp_path):

@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-matrix = partial(CohortExecutor, compiled="no")
+matrix = partial(CohortExecutor, compiled=False)
 
 
 @pytest.fixture(scope="module")
