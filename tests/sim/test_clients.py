@@ -183,15 +183,14 @@ def resident():
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize("disk", [True, False])
-def test_main_memory_is_bounded_on_disk(disk, tmp_path):
-    """80 states of 1 MB: on disk they leave memory alone, in memory they fill it."""
+def test_main_memory_is_bounded_on_disk(tmp_path):
+    """80 states of 1 MB leave main memory alone."""
     vector = torch.zeros(2**18)
     states = ClientStates(
         Scaffold().rules(),
         vector,
         clients=80,
-        limit=0 if disk else 2**30,
+        limit=0,
         archive=Archive(tmp_path),
     )
     kind = type(states.get(0)[0])
@@ -201,7 +200,8 @@ def test_main_memory_is_bounded_on_disk(disk, tmp_path):
     for client in range(80):
         assert states.get(client)[0].control[-1] == client
     grown = resident() - before
-    assert (grown < 16 * 2**20) if disk else (grown > 64 * 2**20)
+    assert grown < 16 * 2**20
+    assert not states._held  # freed pages may be kept, so that growth alone could miss a copy
 
 
 SMALL = Experiment(
