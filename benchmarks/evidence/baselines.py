@@ -2,7 +2,7 @@
 
     python benchmarks/evidence/baselines.py OUT --jobs 8
 
-Reduced: an MLP, 40 rounds, 3 seeds, the same setting and every method's own defaults for all, so
+Reduced: an MLP of 64 hidden units, 40 rounds, 3 seeds, the same setting and every method's own defaults for all, so
 the table compares defaults and not tuned methods. Finished runs are skipped when it is started
 again. OUT/results.jsonl holds a line for each run and OUT/table.md the table.
 """
@@ -32,7 +32,7 @@ def setting(rounds: int, data: str) -> Experiment:
     """Return what all runs share."""
     return Experiment(
         method="fedavg",
-        model="mlp",
+        model="mlp(widths=(64,))",
         rounds=rounds,
         data=DataConfig(name=data, proxy_per_class=10),
         partition=PartitionConfig(how="dirichlet(alpha=0.1, minimum=2)", clients=100, seed=1),
