@@ -2,9 +2,9 @@
 
     python benchmarks/evidence/baselines.py OUT --jobs 8
 
-Reduced: an MLP of 64 hidden units, 40 rounds, 3 seeds, the same setting and every method's own defaults for all, so
-the table compares defaults and not tuned methods. Finished runs are skipped when it is started
-again. OUT/results.jsonl holds a line for each run and OUT/table.md the table.
+Reduced: an MLP of 64 hidden units, 40 rounds, 3 seeds, the same setting for all and every method's
+own defaults, so the table compares defaults and not tuned methods. Finished runs are skipped when
+it is started again. OUT/results.jsonl holds a line for each run and OUT/table.md the table.
 """
 
 import argparse
