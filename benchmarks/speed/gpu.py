@@ -156,7 +156,7 @@ def measure(model, split, precision, args, device):
         line[f"{name}_ms"] = 1000 * spent / steps
         if not slow:
             line[f"{name}_share_useful"] = executor.counters.share_useful
-            line[f"{name}_shapes"] = len(executor.counters.compiled)
+            line[f"{name}_shapes"] = executor.counters.compiled
     line["gflop_per_step"] = flops_of_step(trainer, people) / 1e9
     if "cohort_ms" in line:
         line["cohort_samples_per_second"] = 50_000 / line["cohort_ms"]

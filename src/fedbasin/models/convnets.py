@@ -15,6 +15,7 @@ from torch import nn
 
 from fedbasin.core.catalogue import entry
 from fedbasin.models import parts
+from fedbasin.models.convolution import Conv2d
 from fedbasin.models.dropout import Dropout
 from fedbasin.models.network import Network
 from fedbasin.models.parts import Layers, Norm, Shape
@@ -63,7 +64,7 @@ def _convnet(
     channels = parts.image_channels(name, shape)
     layers: Layers = OrderedDict()
     for i, (outputs, kernel, stride, padding, pool) in enumerate(convolutions, start=1):
-        layers[f"conv{i}"] = nn.Conv2d(channels, outputs, kernel, stride, padding)
+        layers[f"conv{i}"] = Conv2d(channels, outputs, kernel, stride, padding)
         if norm:
             layers[f"norm{i}"] = norm(outputs)
         if pool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedbasin.core.catalogue import entry
 from fedbasin.models import parts
+from fedbasin.models.convolution import Conv2d
 from fedbasin.models.network import Network
 from fedbasin.models.parts import Layers, Norm, Shape
 
@@ -28,10 +29,10 @@ class DenseBlock(nn.Module):
             OrderedDict(
                 norm1=norm(inputs),
                 relu1=nn.ReLU(),
-                conv1=nn.Conv2d(inputs, 4 * growth, 1, bias=False),
+                conv1=Conv2d(inputs, 4 * growth, 1, bias=False),
                 norm2=norm(4 * growth),
                 relu2=nn.ReLU(),
-                conv2=nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+                conv2=Conv2d(4 * growth, growth, 3, padding=1, bias=False),
             )
         )
 
@@ -46,7 +47,7 @@ def _transition(inputs: int, norm: Norm) -> nn.Module:
         OrderedDict(
             norm=norm(inputs),
             relu=nn.ReLU(),
-            conv=nn.Conv2d(inputs, inputs // 2, 1, bias=False),
+            conv=Conv2d(inputs, inputs // 2, 1, bias=False),
             pool=nn.AvgPool2d(2),
         )
     )
@@ -68,7 +69,7 @@ def densenet121(shape: Shape, classes: int, *, norm: str = "group", groups: int 
     make_norm = parts.norm_layer(norm, groups)
     channels = 2 * growth
     inputs = parts.image_channels("densenet121", shape)
-    layers: Layers = OrderedDict(conv=nn.Conv2d(inputs, channels, 3, padding=1, bias=False))
+    layers: Layers = OrderedDict(conv=Conv2d(inputs, channels, 3, padding=1, bias=False))
     for stage, blocks in enumerate(stages, start=1):
         for block in range(1, blocks + 1):
             layers[f"stage{stage}_{block}"] = DenseBlock(channels, growth, make_norm)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fedbasin.core.catalogue import entry
 from fedbasin.models import parts
+from fedbasin.models.convolution import Conv2d
 from fedbasin.models.dropout import Dropout
 from fedbasin.models.network import Network
 from fedbasin.models.parts import Layers, Norm, Shape
@@ -29,7 +30,7 @@ def _convolution(
 ) -> list[nn.Module]:
     """Return a convolution without bias and its normalisation layer."""
     padding = kernel // 2
-    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
+    conv = Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
     return [conv, norm(outputs)]
 
 
@@ -88,7 +89,7 @@ def mobilenetv2(
     make_norm = parts.norm_layer(norm, groups)
     inputs, channels = parts.image_channels("mobilenetv2", shape), 32
     layers: Layers = OrderedDict(
-        conv=nn.Conv2d(inputs, channels, 3, first_stride, padding=1, bias=False),
+        conv=Conv2d(inputs, channels, 3, first_stride, padding=1, bias=False),
         norm=make_norm(channels),
         relu=nn.ReLU6(),
     )

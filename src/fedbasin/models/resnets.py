@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from fedbasin.core.catalogue import entry
 from fedbasin.models import parts
+from fedbasin.models.convolution import Conv2d
 from fedbasin.models.network import Network
 from fedbasin.models.parts import Layers, Norm, Shape
 
@@ -43,9 +44,9 @@ class BasicBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm, shortcut: str) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv1 = Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.norm1 = norm(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.conv2 = Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm2 = norm(outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride == 1 and inputs == outputs:
@@ -53,7 +54,7 @@ class BasicBlock(nn.Module):
         if shortcut == "pad":
             self.shortcut = ZeroPadShortcut(outputs - inputs, stride)
         else:
-            convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            convolution = Conv2d(inputs, outputs, 1, stride, bias=False)
             self.shortcut = nn.Sequential(OrderedDict(conv=convolution, norm=norm(outputs)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ def _cifar_resnet(
     make_norm = parts.norm_layer(norm, groups)
     widths = (16 * widen, 32 * widen, 64 * widen)
     layers: Layers = OrderedDict(
-        conv=nn.Conv2d(inputs, widths[0], 3, padding=1, bias=False),
+        conv=Conv2d(inputs, widths[0], 3, padding=1, bias=False),
         norm=make_norm(widths[0]),
         relu=nn.ReLU(),
     )
@@ -151,7 +152,7 @@ def _stem(stem: str, inputs: int, norm: Norm) -> Layers:
     parts.one_of("stem", stem, ("cifar", "imagenet"))
     kernel, stride = (3, 1) if stem == "cifar" else (7, 2)
     layers: Layers = OrderedDict(
-        conv=nn.Conv2d(inputs, 64, kernel, stride, padding=kernel // 2, bias=False),
+        conv=Conv2d(inputs, 64, kernel, stride, padding=kernel // 2, bias=False),
         norm=norm(64),
         relu=nn.ReLU(),
     )

@@ -1,7 +1,7 @@
 """The cohort executor: all clients of a round advance together as one matrix [C, P].
 
-The step that `local.step` writes for one client runs under `vmap`, compiled once for each
-number of active clients. Clients are ordered by how many steps they have left; as they
+The step that `local.step` writes for one client runs under `vmap`, compiled once for all
+numbers of active clients. Clients are ordered by how many steps they have left; as they
 finish, the active set shrinks through a short ladder of sizes, so little work is wasted and
 few shapes are compiled. Batches, gathers, augmentation and the step counter live on the
 device: a step costs the host one launch.
@@ -27,13 +27,14 @@ from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.lane import Course, Lane, Progress, cloned
+from fedbasin.sim.lane import Course, Lane, Progress, cloned, in_place
 from fedbasin.sim.loop import Executor, Gathered, Sent, client_key
 from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
 from fedbasin.sim.survey import gradients, survey
+from fedbasin.sim.tracing import Compiled
 
-LADDER = (1, 2, 4, 7, 10, 16, 25, 40, 64, 100)  # finer wastes less and compiles more
+LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 50, 64, 80, 100)  # finer wastes less
 
 
 class Unsupported(RuntimeError):
@@ -55,7 +56,7 @@ def rung(active: int) -> int:
 class Counters:
     """What the executor has done so far."""
 
-    compiled: set[int] = field(default_factory=set)  # sizes of active set that were compiled
+    compiled: int = 0  # how often the step was compiled
     width: int = 0  # most clients that advance together; 0 until it is known
     useful: int = 0  # client-steps that trained
     total: int = 0  # client-steps that were computed
@@ -90,6 +91,7 @@ class CohortExecutor(Executor):
     backend: str = "inductor"
     counters: Counters = field(default_factory=Counters)
     _lanes: dict[tuple[int, int], Lane] = field(default_factory=dict, init=False)
+    _steps: dict[int, Compiled] = field(default_factory=dict, init=False)  # by most steps
     _pool: Any = field(default_factory=lambda: _graph_pool(), init=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +145,7 @@ class CohortExecutor(Executor):
         """Name the executor, how many shapes it compiled, and how little it wasted."""
         return {
             "executor": "cohort",
-            "shapes_compiled": len(self.counters.compiled),
+            "shapes_compiled": self.counters.compiled,
             "share_useful_steps": self.counters.share_useful,
         }
 
@@ -284,10 +286,15 @@ class CohortExecutor(Executor):
         whole = len(progress.sums)
         shape = (width, course.rows.shape[1])
         if shape not in self._lanes:
-            backend = self.backend if self.compiled else None
-            self._lanes[shape] = Lane(self._one_step, self.population, backend, self._pool)
-            self.counters.compiled.update([width] if self.compiled else [])
+            plain: Any = self._one_step
+            if self.population.inputs.is_cuda:
+                plain = in_place(plain)
+            step = plain
+            if self.compiled:
+                step = self._steps.setdefault(shape[1], Compiled(plain, self.backend))
+            self._lanes[shape] = Lane(step, plain, self.population, self._pool)
         part = self._lanes[shape].run(_first(progress, width), _first(course, width), count)
+        self.counters.compiled = sum(step.count for step in self._steps.values())
         return part if width == whole else _overlaid(part, progress, width)
 
     def _one_step(

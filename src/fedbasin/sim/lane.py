@@ -44,30 +44,22 @@ class Lane:
     """The step for one number of active clients.
 
     Args:
-        one_step: the step itself.
+        step: the step itself, compiled or not; on CUDA it writes over the progress it is given.
+        plain: the same, not compiled, for when compiling fails.
         population: the data it reads.
-        backend: what compiles it, or None.
         pool: memory that captured graphs of one executor share; they never run at once.
     """
 
     def __init__(
         self,
-        one_step: Callable[..., Progress],
+        step: Callable[..., Any],
+        plain: Callable[..., Any],
         population: Population,
-        backend: str | None,
         pool: Any = None,
     ) -> None:
+        self._step, self._plain, self._pool = step, plain, pool
         self._data = (population.inputs, population.labels)
         self._captures = population.inputs.is_cuda
-        plain: Callable[..., Any] = _in_place(one_step) if self._captures else one_step
-        self._plain = self._step = plain
-        if backend is not None:
-            # One shape for each rung that a run meets; torch stops at 8 by default. Set here, for
-            # importing the compiler takes seconds that a process without it is spared.
-            torch._dynamo.config.recompile_limit = 256
-            torch._dynamo.config.accumulated_recompile_limit = 4096
-            self._step = torch.compile(self._plain, dynamic=False, fullgraph=True, backend=backend)
-        self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._progress: Progress
         self._course: Course
@@ -76,7 +68,11 @@ class Lane:
         """Take `count` steps; nothing given is changed."""
         try:
             return self._run(progress, course, count)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self._step is self._plain:
+                raise
             first = str(error).strip().split("\n", 1)[0]
             warnings.warn(f"the step runs uncompiled, it cannot be compiled: {first}", stacklevel=2)
             self._step = self._plain
@@ -119,7 +115,7 @@ def _tuned() -> AbstractContextManager[None]:
     return torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=tf32)
 
 
-def _in_place(one_step: Callable[..., Progress]) -> Callable[..., None]:
+def in_place(one_step: Callable[..., Progress]) -> Callable[..., None]:
     """Return a step that writes over the progress it is given, without a copy of its own."""
 
     def advance(progress: Progress, course: Course, *data: Tensor) -> None:

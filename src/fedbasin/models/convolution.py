@@ -1,0 +1,207 @@
+"""A convolution that is fast where many clients train side by side on a GPU.
+
+Under `vmap` over clients, torch turns a convolution into a grouped one, which cuDNN runs client
+after client. In training on CUDA, this layer calls kernels in which clients are an axis of the
+launch (`kernels`); everywhere else it is `nn.Conv2d`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn import grad
+
+
+class Conv2d(nn.Conv2d):
+    """`nn.Conv2d`, with kernels of its own for many clients on CUDA.
+
+    The kernels round factors to tf32 as cuDNN does, so they stand aside where that is not allowed.
+    In training the gradient can be taken once; in evaluation any number of times.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the convolution of a batch [B, C, H, W]."""
+        weight, bias, device = self.weight, self.bias, input.device.type
+        if device != "cuda" or not _many() or not (self.training or not torch.is_grad_enabled()):
+            return super().forward(input)
+        if torch.is_autocast_enabled(device):
+            half = torch.get_autocast_dtype(device)
+            input, weight = input.to(half), weight.to(half)
+            bias = None if bias is None else bias.to(half)
+        if not self._plain() or weight.dtype == torch.float64 or not _rounds():
+            return super().forward(input)
+        how = (self.stride[0], int(self.padding[0]))
+        outputs: Tensor = Convolution.apply(input, weight, bias, *how)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _plain(self) -> bool:
+        """Whether nothing is asked for that the kernels do not do."""
+        same = len({*self.stride}) == 1 and len({*self.padding}) == 1
+        return same and self.groups == 1 and self.dilation == (1, 1)
+
+
+def _many() -> bool:
+    """Whether a transform, such as `vmap` over clients, is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _rounds() -> bool:
+    return bool(torch.backends.cudnn.allow_tf32)
+
+
+def operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of tensors as one operator: opaque to the compiler, known to `vmap`.
+
+    Its own gradient is not registered, so that a second derivative is an error and not a zero.
+    """
+    name = f"fedbasin::{function.__name__}"
+    schema = torch.library.infer_schema(function, mutates_args=())
+    torch.library.define(name, schema)
+    torch.library.impl(name, ("cpu", "cuda"), function)
+    op: Callable[..., Tensor] = getattr(torch.ops.fedbasin, function.__name__)
+
+    def over_clients(info: Any, axes: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        rows = info.batch_size
+        both = [
+            _merged(each, axis, rows) if isinstance(each, Tensor) else each
+            for each, axis in zip(args, axes, strict=True)
+        ]
+        return op(*both).unflatten(0, (rows, -1)), 0
+
+    torch.library.register_vmap(name, over_clients)
+    return op
+
+
+def _merged(each: Tensor, axis: int | None, rows: int) -> Tensor:
+    """Return a tensor whose first axis takes in the one that `vmap` maps over."""
+    if axis is None:
+        return each.expand(rows, *each.shape).flatten(0, 1)
+    return each.movedim(axis, 0).flatten(0, 1)
+
+
+class Convolution(torch.autograd.Function):
+    """The convolution of one client's images; `vmap` over it takes those of all at once."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+        """Return the outputs [B, N, OH, OW] of images [B, C, H, W] and weights [N, C, K, L]."""
+        biases = None if bias is None else bias[None]
+        return outputs_of(x[None], w[None], biases, stride, padding)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what gradients are made of."""
+        x, w, _, ctx.stride, ctx.padding = inputs
+        ctx.save_for_backward(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the images, if anybody asks for them, of weights and biases."""
+        x, w = ctx.saved_tensors
+        how, dx = (ctx.stride, ctx.padding), None
+        if ctx.needs_input_grad[0]:
+            dx = _last(image_gradients(dy[None], w[None], list(x.shape[2:]), *how)[0])
+        dw = _last(weight_gradients(dy[None], x[None], list(w.shape[2:]), *how)[0])
+        return dx, dw, dy.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None, None, None
+
+
+def _last(gradient: Tensor) -> Tensor:
+    same: Tensor = _Last.apply(gradient)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that is not differentiated again: torch would take the operators' as zero."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise NotImplementedError(
+            "a second derivative of a convolution in training on CUDA: take it in evaluation"
+        )
+
+
+@operator
+def outputs_of(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    """Return outputs [A, B, N, OH, OW] of images [A, B, C, H, W] and weights [A, N, C, K, L]."""
+    if x.is_cuda:
+        from fedbasin.models import kernels
+
+        return kernels.outputs_of(x, w, bias, stride, padding)
+    all_bias = None if bias is None else bias.flatten()
+    y = F.conv2d(_grouped(x), w.flatten(0, 1), all_bias, stride, padding, groups=len(x))
+    return _parted(y, len(x))
+
+
+@operator
+def image_gradients(dy: Tensor, w: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
+    """Return the gradients of images [A, B, C, H, W] from those of outputs; `size` is (H, W)."""
+    if dy.is_cuda:
+        from fedbasin.models import kernels
+
+        return kernels.image_gradients(dy, w, size, stride, padding)
+    shape = (dy.shape[1], len(dy) * w.shape[2], *size)
+    weights = w.flatten(0, 1)
+    dx = grad.conv2d_input(shape, weights, _grouped(dy), stride, padding, groups=len(dy))
+    return _parted(dx, len(dy))
+
+
+@operator
+def weight_gradients(dy: Tensor, x: Tensor, window: list[int], stride: int, padding: int) -> Tensor:
+    """Return the gradients of weights [A, N, C, K, L] from those of outputs; `window` is (K, L)."""
+    if x.is_cuda:
+        from fedbasin.models import kernels
+
+        return kernels.weight_gradients(dy, x, window, stride, padding)
+    shape = (len(x) * dy.shape[2], x.shape[2], *window)
+    dw = grad.conv2d_weight(_grouped(x), shape, _grouped(dy), stride, padding, groups=len(x))
+    found: Tensor = dw.unflatten(0, (len(x), -1)).contiguous()
+    return found
+
+
+def _shape_of_outputs(
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int
+) -> Tensor:
+    high, wide = ((x.shape[i] + 2 * padding - w.shape[i]) // stride + 1 for i in (3, 4))
+    return x.new_empty(*x.shape[:2], high, wide, w.shape[1]).permute(0, 1, 4, 2, 3)
+
+
+def _shape_of_images(dy: Tensor, w: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
+    return dy.new_empty(*dy.shape[:2], *size, w.shape[2]).permute(0, 1, 4, 2, 3)
+
+
+def _shape_of_weights(
+    dy: Tensor, x: Tensor, window: list[int], stride: int, padding: int
+) -> Tensor:
+    return x.new_empty(x.shape[0], dy.shape[2], x.shape[2], *window)
+
+
+torch.library.register_fake("fedbasin::outputs_of", _shape_of_outputs)
+torch.library.register_fake("fedbasin::image_gradients", _shape_of_images)
+torch.library.register_fake("fedbasin::weight_gradients", _shape_of_weights)
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """Return the images [B, A C, H, W] of all clients as channels of one."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _parted(y: Tensor, clients: int) -> Tensor:
+    """Undo `_grouped`, with channels innermost in memory, as the kernels leave them."""
+    inside: Tensor = y.unflatten(1, (clients, -1)).permute(1, 0, 3, 4, 2).contiguous()
+    return inside.permute(0, 1, 4, 2, 3)

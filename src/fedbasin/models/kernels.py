@@ -1,0 +1,280 @@
+"""Convolutions of many clients at once, each with weights of its own, for a GPU.
+
+cuDNN runs a grouped convolution client after client, and one client's batch is too small to fill a
+GPU. Here clients are an axis of the launch. A convolution is a product of rows [M, T C] (M
+positions of the batch, T taps of the window, C channels) with weights [T C, N], whose rows are read
+from the image as it goes. Sums are taken in a fixed order: the same inputs give the same bits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import grad
+
+_PROGRAMS = 264  # about two for each multiprocessor of a large GPU
+_LARGE = 140_000  # weights of a layer whose gradients cuDNN finds faster, client by client
+
+
+@triton.jit
+def _product(
+    x,
+    w,
+    bias,
+    y,
+    x_client,
+    x_row,
+    x_height,
+    x_width,
+    x_channel,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    OH: tl.constexpr,
+    OW: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PAD: tl.constexpr,
+    BACK: tl.constexpr,
+    BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """y[a, m, n] = bias[a, n] + sum over taps t and channels c of x[a, at(m, t), c] w[a, n, t, c].
+
+    Forwards, at(m, t) is the pixel that tap t of output position m looks at. BACK, x are gradients
+    of outputs, and at(m, t) is the output that saw input pixel m through tap t, if there is one.
+    """
+    T: tl.constexpr = KH * KW
+    tiles = tl.cdiv(N, BN)
+    tile = tl.program_id(0)
+    a = tl.program_id(1).to(tl.int64)
+    m = (tile // tiles) * BM + tl.arange(0, BM)
+    n = (tile % tiles) * BN + tl.arange(0, BN)
+    high = (m // OW) % OH
+    wide = m % OW
+    x += a * x_client
+    w += a * (N * T * C)
+    rows = (m // (OH * OW)).to(tl.int64) * x_row
+    some_m = m < M
+    some_n = n < N
+    k = tl.arange(0, BK)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    if C % BK == 0:  # a block lies within one tap, so that positions are one number a row
+        for i in range(T * (C // BK)):
+            t = i // (C // BK)
+            c = (i % (C // BK)) * BK + k
+            if BACK:
+                up = high + PAD - t // KW
+                left = wide + PAD - t % KW
+                some = (up >= 0) & (left >= 0) & (up < H * STRIDE) & (left < W * STRIDE) & some_m
+                if STRIDE > 1:
+                    some = some & (up % STRIDE == 0) & (left % STRIDE == 0)
+                up = up // STRIDE
+                left = left // STRIDE
+            else:
+                up = high * STRIDE + t // KW - PAD
+                left = wide * STRIDE + t % KW - PAD
+                some = some_m
+                if PAD > 0:
+                    some = some & (up >= 0) & (left >= 0) & (up < H) & (left < W)
+            at = rows + up * x_height + left * x_width
+            seen = tl.load(x + at[:, None] + (c * x_channel)[None, :], some[:, None], 0.0)
+            weights = w + (n * (T * C))[None, :] + (t * C + c)[:, None]
+            total = tl.dot(seen, tl.load(weights, some_n[None, :], 0.0), total)
+    else:
+        for i in range(tl.cdiv(T * C, BK)):
+            tc = i * BK + k
+            t = (tc // C)[None, :]
+            some_k = tc < T * C
+            if BACK:
+                up = high[:, None] + PAD - t // KW
+                left = wide[:, None] + PAD - t % KW
+                some = (up >= 0) & (left >= 0) & (up < H * STRIDE) & (left < W * STRIDE)
+                if STRIDE > 1:
+                    some = some & (up % STRIDE == 0) & (left % STRIDE == 0)
+                up = up // STRIDE
+                left = left // STRIDE
+            else:
+                up = high[:, None] * STRIDE + t // KW - PAD
+                left = wide[:, None] * STRIDE + t % KW - PAD
+                some = (up >= 0) & (left >= 0) & (up < H) & (left < W)
+            some = some & some_m[:, None] & some_k[None, :]
+            at = rows[:, None] + up * x_height + left * x_width + (tc % C * x_channel)[None, :]
+            seen = tl.load(x + at, some, 0.0)
+            weights = w + (n * (T * C))[None, :] + tc[:, None]
+            total = tl.dot(seen, tl.load(weights, some_n[None, :] & some_k[:, None], 0.0), total)
+    if BIAS:
+        total += tl.load(bias + a * N + n, some_n, 0.0)[None, :]
+    out = y + a * (M * N) + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out, total.to(y.dtype.element_ty), some_m[:, None] & some_n[None, :])
+
+
+@triton.jit
+def _outer(
+    x,
+    dy,
+    dw,
+    x_client,
+    x_row,
+    x_height,
+    x_width,
+    x_channel,
+    A,
+    LENGTH,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    OH: tl.constexpr,
+    OW: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """dw[s, a, n, c, t] = sum over positions m of part s of x[a, at(m, t), c] dy[a, m, n].
+
+    A part is LENGTH blocks of BM positions.
+    """
+    T: tl.constexpr = KH * KW
+    tiles = tl.cdiv(N, BN)
+    tile = tl.program_id(0)
+    a = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    n = (tile % tiles) * BN + tl.arange(0, BN)
+    some_n = n < N
+    x += a * x_client
+    dy += a * (M * N)
+    total = tl.zeros((BK, BN), dtype=tl.float32)
+    if C % BK == 0:  # a block lies within one tap
+        first = (tile // tiles) * BK
+        t = first // C
+        c = first % C + tl.arange(0, BK)
+        some_k = c < C
+        for i in range(LENGTH):
+            m = (part * LENGTH + i) * BM + tl.arange(0, BM)
+            up = (m // OW) % OH * STRIDE + t // KW - PAD
+            left = m % OW * STRIDE + t % KW - PAD
+            some = m < M
+            out = dy + m.to(tl.int64)[:, None] * N + n[None, :]
+            gradient = tl.load(out, some[:, None] & some_n[None, :], 0.0)
+            if PAD > 0:
+                some = some & (up >= 0) & (left >= 0) & (up < H) & (left < W)
+            at = (m // (OH * OW)).to(tl.int64) * x_row + up * x_height + left * x_width
+            seen = tl.load(x + at[None, :] + (c * x_channel)[:, None], some[None, :], 0.0)
+            total = tl.dot(seen, gradient, total)
+        tc = first + tl.arange(0, BK)
+    else:
+        tc = (tile // tiles) * BK + tl.arange(0, BK)
+        t = tc // C
+        c = tc % C
+        some_k = tc < T * C
+        for i in range(LENGTH):
+            m = (part * LENGTH + i) * BM + tl.arange(0, BM)
+            up = ((m // OW) % OH * STRIDE - PAD)[None, :] + (t // KW)[:, None]
+            left = (m % OW * STRIDE - PAD)[None, :] + (t % KW)[:, None]
+            some = (m < M)[None, :] & some_k[:, None]
+            if PAD > 0:
+                some = some & (up >= 0) & (left >= 0) & (up < H) & (left < W)
+            row = ((m // (OH * OW)).to(tl.int64) * x_row)[None, :]
+            at = row + up * x_height + left * x_width + (c * x_channel)[:, None]
+            seen = tl.load(x + at, some, 0.0)
+            out = dy + m.to(tl.int64)[:, None] * N + n[None, :]
+            gradient = tl.load(out, (m < M)[:, None] & some_n[None, :], 0.0)
+            total = tl.dot(seen, gradient, total)
+    place = (n * (C * T))[None, :] + (tc % C * T + tc // C)[:, None]
+    tl.store(dw + (part * A + a) * (N * C * T) + place, total, some_k[:, None] & some_n[None, :])
+
+
+def outputs_of(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    """Return the outputs [A, B, N, OH, OW] of images [A, B, C, H, W], weights [A, N, C, K, L] and
+    biases [A, N].
+    """
+    sizes = [(x.shape[i] + 2 * padding - w.shape[i]) // stride + 1 for i in (3, 4)]
+    return _multiplied(x, w.permute(0, 1, 3, 4, 2), bias, sizes, stride, padding, back=False)
+
+
+def image_gradients(
+    dy: Tensor, w: Tensor, size: Sequence[int], stride: int, padding: int
+) -> Tensor:
+    """Return the gradients of images [A, B, C, H, W] from those of outputs; `size` is (H, W)."""
+    return _multiplied(dy, w.permute(0, 2, 3, 4, 1), None, size, stride, padding, back=True)
+
+
+def _multiplied(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    size: Sequence[int],
+    stride: int,
+    padding: int,
+    *,
+    back: bool,
+) -> Tensor:
+    """Launch `_product` on weights [A, N, K, L, C]."""
+    x, w = channels_inside(x), w.contiguous()
+    (clients, batch, channels, height, width), outputs = x.shape, w.shape[1]
+    positions = batch * size[0] * size[1]
+    block_n = min(128, max(16, triton.next_power_of_2(outputs)))
+    block_k = 32 if channels % 32 == 0 or channels < 3 else 16
+    tiles = triton.cdiv(outputs, block_n)
+    block_m = 128 if triton.cdiv(positions, 128) * tiles * clients >= _PROGRAMS // 2 else 64
+    y = x.new_empty(clients, batch, *size, outputs)
+    _product[(triton.cdiv(positions, block_m) * tiles, clients)](
+        *(x, w, x if bias is None else bias.contiguous(), y),
+        *(x.stride(0), x.stride(1), x.stride(3), x.stride(4), x.stride(2)),
+        *(positions, outputs, channels, height, width, *size, *w.shape[2:4], stride, padding),
+        *(back, bias is not None, block_m, block_n, block_k),
+        num_warps=4,
+        num_stages=3,
+    )
+    return y.permute(0, 1, 4, 2, 3)
+
+
+def weight_gradients(
+    dy: Tensor, x: Tensor, window: Sequence[int], stride: int, padding: int
+) -> Tensor:
+    """Return the gradients [A, N, C, K, L] of weights from those of outputs, and the images."""
+    x, dy = channels_inside(x), channels_inside(dy, 1)
+    if window[0] * window[1] * x.shape[2] * dy.shape[2] >= _LARGE:
+        shape = (dy.shape[2], x.shape[2], *window)
+        each = [grad.conv2d_weight(x[a], shape, dy[a], stride, padding) for a in range(len(x))]
+        return torch.stack(each).contiguous()
+    clients, batch, channels, height, width = x.shape
+    outputs, size = dy.shape[2], dy.shape[3:]
+    positions, taps = batch * size[0] * size[1], window[0] * window[1]
+    block_n = min(128, max(16, triton.next_power_of_2(outputs)))
+    block_k, block_m = 16 if channels % 32 == 16 else 32, 32
+    tiles = triton.cdiv(taps * channels, block_k) * triton.cdiv(outputs, block_n)
+    split = max(1, min(2 * _PROGRAMS // (tiles * clients), positions // (8 * block_m)))
+    dw = x.new_empty(split, clients, outputs, channels, *window, dtype=torch.float32)
+    _outer[(tiles, clients, split)](
+        *(x, dy, dw, x.stride(0), x.stride(1), x.stride(3), x.stride(4), x.stride(2)),
+        *(clients, triton.cdiv(positions, split * block_m)),
+        *(positions, outputs, channels, height, width, *size, *window, stride, padding),
+        *(block_m, block_n, block_k),
+        num_warps=4,
+        num_stages=4,
+    )
+    return (dw.sum(0) if split > 1 else dw[0]).to(x.dtype)
+
+
+def channels_inside(x: Tensor, most: int = 8) -> Tensor:
+    """Return images [A, B, C, H, W] with channels innermost in memory; fewer than `most` may lie
+    as they do.
+    """
+    inside = x.permute(0, 1, 3, 4, 2)
+    if x.shape[2] < most or inside.is_contiguous():
+        return x
+    return inside.contiguous().permute(0, 1, 4, 2, 3)

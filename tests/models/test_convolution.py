@@ -1,0 +1,133 @@
+"""The convolution of many clients: its operators, its kernels (interpreted), its gradient."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted_kernels import SHAPES, one_by_one, problem
+from torch.nn import functional as F
+
+from fedbasin.models.convolution import (
+    Conv2d,
+    Convolution,
+    image_gradients,
+    outputs_of,
+    weight_gradients,
+)
+from fedbasin.sim.tracing import Compiled
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_operators_equal_convolutions_one_by_one(shape):
+    _, _, window, stride, padding, size, *_ = shape
+    x, w, bias, dy = problem(shape)
+    y, dx, dw = one_by_one(x, w, bias, dy, stride, padding)
+    found = (
+        outputs_of(x, w, bias, stride, padding),
+        image_gradients(dy, w, [size, size], stride, padding),
+        weight_gradients(dy, x, [window, window], stride, padding),
+    )
+    for ours, theirs in zip(found, (y, dx, dw), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    for op, args in (
+        (outputs_of, (x, w, bias, stride, padding)),
+        (image_gradients, (dy, w, [size, size], stride, padding)),
+        (weight_gradients, (dy, x, [window, window], stride, padding)),
+    ):  # shapes and strides that the compiler is told are those that come out
+        torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_gradients_under_vmap_are_those_of_torch(has_bias):
+    x, w, bias, _ = problem((3, 4, 3, 2, 1, 7, 5, 3))
+
+    def gradients(convolve):
+        def loss(w, bias, x):
+            return (convolve(x, w, bias if has_bias else None) ** 2).sum()
+
+        wanted = (0, 1, 2) if has_bias else (0, 2)
+        return torch.func.vmap(torch.func.grad(loss, argnums=wanted))(w, bias, x)
+
+    ours = gradients(lambda x, w, b: Convolution.apply(x, w, b, 2, 1))
+    theirs = gradients(lambda x, w, b: F.conv2d(x, w, b, 2, 1))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+
+
+def test_shared_images_and_nested_axes():
+    x, w, bias, _ = problem((3, 4, 3, 1, 0, 6, 2, 4))
+    shared = torch.func.vmap(lambda w, b: Convolution.apply(x[0], w, b, 1, 0))(w, bias)
+    torch.testing.assert_close(shared[2], F.conv2d(x[0], w[2], bias[2]))
+    pairs = [t.unflatten(0, (2, 2)) for t in (x, w, bias)]
+    nested = torch.func.vmap(torch.func.vmap(lambda x, w, b: Convolution.apply(x, w, b, 1, 0)))
+    torch.testing.assert_close(nested(*pairs)[1, 0], F.conv2d(x[2], w[2], bias[2]))
+
+
+def test_a_second_derivative_is_refused_and_not_zero():
+    x, w, bias, _ = problem((3, 4, 3, 1, 0, 6, 2, 1))
+
+    def slope(w):
+        return torch.func.grad(lambda w: (Convolution.apply(x[0], w, bias[0], 1, 0) ** 2).sum())(w)
+
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.func.grad(lambda w: slope(w).sum())(w[0])
+
+
+def test_images_that_need_no_gradient_get_none():
+    x, w, bias, dy = problem((3, 4, 3, 1, 0, 6, 2, 1))
+    leaf = w[0].clone().requires_grad_()
+    y = Convolution.apply(x[0], leaf, None, 1, 0)
+    assert [edge is None for edge, _ in y.grad_fn.next_functions] == [True, False]
+    torch.testing.assert_close(
+        torch.autograd.grad(y, leaf, dy[0])[0], one_by_one(x, w, bias, dy, 1, 0)[2][0]
+    )
+
+
+def test_the_layer_is_torch_s_own_where_the_kernels_stand_aside():
+    x, w, bias, _ = problem((3, 4, 3, 2, 1, 7, 5, 2))
+    layer = Conv2d(3, 4, 3, 2, 1).double()
+
+    def run(w, b, x):
+        return torch.func.functional_call(layer, {"weight": w, "bias": b}, (x,))
+
+    torch.testing.assert_close(run(w[0], bias[0], x[0]), F.conv2d(x[0], w[0], bias[0], 2, 1))
+    every = torch.func.vmap(run)(w, bias, x)  # on a CPU
+    torch.testing.assert_close(every[1], F.conv2d(x[1], w[1], bias[1], 2, 1))
+    assert not Conv2d(4, 4, 3, groups=2)._plain()
+    assert not Conv2d(4, 4, 3, dilation=2)._plain()
+    assert not Conv2d(4, 4, 3, padding=(1, 2))._plain()
+    assert not Conv2d(4, 4, 3, stride=(1, 2))._plain()
+
+
+def test_kernels_equal_convolutions_one_by_one():
+    """Triton's interpreter runs them on a CPU, in a process of its own: it is chosen at import."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    script = Path(__file__).with_name("interpreted_kernels.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("ok") == len(SHAPES) + 2
+
+
+def test_a_compiled_step_takes_the_convolution_s_gradient_for_any_number_of_clients():
+    """Tracing by source would pass the gradient by."""
+    _, w, bias, _ = problem((3, 4, 3, 1, 0, 6, 2, 12))
+    x = problem((3, 4, 3, 1, 0, 6, 2, 12))[0]
+
+    def loss(w, bias, x):
+        return (Convolution.apply(x, w, bias, 1, 0).relu() ** 2).mean()
+
+    def step(weights, inputs, scale):
+        return (weights[0] - scale * torch.func.vmap(torch.func.grad(loss))(*weights, inputs[0]),)
+
+    compiled = Compiled(step, "aot_eager")
+    scale = torch.tensor(0.1, dtype=torch.float64)
+    for clients in (4, 1, 2, 12):
+        args = ((w[:clients], bias[:clients]), (x[:clients],), scale)
+        torch.testing.assert_close(compiled(*args)[0], step(*args)[0], rtol=1e-12, atol=1e-12)
+    assert compiled.count == 2
