@@ -1,13 +1,13 @@
 """The convolution of many clients: its operators, its kernels (interpreted), its gradient."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from interpreted_kernels import SHAPES, one_by_one, problem
 from torch.nn import functional as F
 
 from fedbasin.models.convolution import (
@@ -18,6 +18,11 @@ from fedbasin.models.convolution import (
     weight_gradients,
 )
 from fedbasin.sim.tracing import Compiled
+
+SCRIPT = Path(__file__).with_name("interpreted_kernels.py")
+SHAPES, one_by_one, problem = map(
+    runpy.run_path(str(SCRIPT)).__getitem__, ("SHAPES", "one_by_one", "problem")
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -105,10 +110,9 @@ def test_the_layer_is_torch_s_own_where_the_kernels_stand_aside():
 def test_kernels_equal_convolutions_one_by_one():
     """Triton's interpreter runs them on a CPU, in a process of its own: it is chosen at import."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    script = Path(__file__).with_name("interpreted_kernels.py")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("ok") == len(SHAPES) + 2
