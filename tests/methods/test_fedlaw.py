@@ -13,11 +13,13 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.optim.swa_utils import SWALR
 
+from fedbasin.core.catalogue import needs_of
 from fedbasin.core.descent import Adam
 from fedbasin.core.expressions import parse
 from fedbasin.core.mixture import CURVES, Mixture
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.local.batches import epoch_order
+from fedbasin.local.prox import Prox
 from fedbasin.methods import FedAvg, FedLAW
 from fedbasin.testing import replies_of, toy_federation, trajectory
 
@@ -643,3 +645,21 @@ def test_a_missing_proxy_set_is_named():
     with pytest.raises(ValueError, match="no proxy"):
         FedLAW().aggregate((), server, replies, replace(context, proxy=None))
     assert models(linear_federation(FedLAW(epochs=1), rounds=1))
+
+
+@pytest.mark.parametrize("law", [FedLAW("none", gamma=0.9), FedLAW(epochs=0, gamma=0.9)], ids=str)
+def test_what_learns_nothing_needs_no_proxy_set(law):
+    server, replies, context = merged_in_a_round(7)
+    with_it, _ = law.aggregate((), server, replies, context)
+    without, _ = law.aggregate((), server, replies, replace(context, proxy=None))
+    assert torch.equal(without.send, with_it.send)
+    losses = ("proxy_loss_before", "proxy_loss_after")
+    assert all(math.isnan(getattr(without.notes, name)) for name in losses)
+    assert all(math.isfinite(getattr(with_it.notes, name)) for name in losses)
+    assert needs_of(law) == needs_of(parse(f"wima({law})")) == set()
+
+
+@pytest.mark.parametrize("learn", ["both", "gamma", "lambda"])
+def test_what_learns_needs_a_proxy_set(learn):
+    assert needs_of(FedLAW(learn)) == needs_of(parse(f"wima({FedLAW(learn)})")) == {"proxy"}
+    assert needs_of(FedLAW(learn, local=Prox())) == {"proxy"}

@@ -71,7 +71,7 @@ class Notes(NamedTuple):
     lambdas: Tensor  # [C] in the order of the cohort; 0 for a client without samples
     gradient_norm: Tensor  # |g|, g = sum_i lambda_i (x - y_i)
     ratio: Tensor  # |gamma eta_g g| / |(1 - gamma) x|; infinite (null) at gamma = 1
-    proxy_loss_before: Tensor  # with p and the initial gamma
+    proxy_loss_before: Tensor  # with p and the initial gamma; NaN (null) without a proxy set
     proxy_loss_after: Tensor
 
 
@@ -141,7 +141,7 @@ class FedLAW(Method):
     ) -> tuple[Served, tuple[()]]:
         """Fit z and c to the proxy set, then merge."""
         proxy = context.proxy
-        if proxy is None:
+        if proxy is None and "proxy" not in self.spares:
             raise ValueError(f"{self} learns from data on the server: the context has no proxy")
         counted = replies.weights > 0
         models = replies.models if bool(counted.all()) else replies.models[counted]
@@ -149,23 +149,28 @@ class FedLAW(Method):
         weights = shares(replies.weights[counted], self.weighting)
         gamma = weights.new_tensor(self.gamma)
         model = first = merge.model(weights, gamma)
-        if stages := self._stages(context):
+        stages = self._stages(context)
+        if proxy is not None and stages:
             free = merge.curve.inverse(torch.cat([weights, gamma[None]]))
             for number, stage in enumerate(stages):
                 free = self._fit(stage, free, merge, proxy, context.key.fold("fedlaw", number))
             weights, gamma = merge.read(free)
             model = merge.model(weights, gamma)
         step = (merge.mean(weights) - server).norm()
-        with torch.no_grad():
-            notes = Notes(
-                gamma=gamma,
-                lambdas=weights.new_zeros(len(counted)).masked_scatter(counted, weights),
-                gradient_norm=step / self.server_lr,
-                ratio=gamma * step / ((1 - gamma).abs() * server.norm()),
-                proxy_loss_before=proxy.loss(first),
-                proxy_loss_after=proxy.loss(model),
-            )
+        notes = Notes(
+            gamma=gamma,
+            lambdas=weights.new_zeros(len(counted)).masked_scatter(counted, weights),
+            gradient_norm=step / self.server_lr,
+            ratio=gamma * step / ((1 - gamma).abs() * server.norm()),
+            proxy_loss_before=_loss(proxy, first),
+            proxy_loss_after=_loss(proxy, model),
+        )
         return Served(model, model, notes), state
+
+    @property
+    def spares(self) -> frozenset[str]:
+        """Weights that are not learnt need no proxy set."""
+        return frozenset() if self.epochs and self.learn != "none" else frozenset({"proxy"})
 
     def _stages(self, context: Context) -> list[Stage]:
         """Return the descents of this round; none where nothing is fitted."""
@@ -235,3 +240,9 @@ def _least_gamma(mean: Tensor, server: Tensor, ratio: float) -> Tensor:
     """Return the gamma at which gamma |m - x| = ratio (1 - gamma) |x|."""
     size = (ratio * server.norm()).clamp(min=torch.finfo(server.dtype).tiny)
     return torch.reciprocal(1 + (mean - server).norm() / size)
+
+
+@torch.no_grad()
+def _loss(proxy: Proxy | None, model: Tensor) -> Tensor:
+    """Return the proxy loss of a model, NaN without a proxy set."""
+    return model.new_tensor(math.nan) if proxy is None else proxy.loss(model)
