@@ -13,7 +13,8 @@ Departures from the paper: before W rounds the mean of what there is; the paper 
 only for a full window. `part` is its Table 5 (head or feature extractor alone). `stride` is ours:
 only every s-th model joins the window, which then spans W s rounds in the memory of W (LAWA).
 Cost: none for clients. Server: O(P) a round; W x 4P bytes (2P with bfloat16) + 12P, on the
-device or in main memory: W = 370 of 5 M parameters is 7.5 GB, 3.8 GB in bfloat16.
+device or in main memory: W = 370 of 5 M parameters is 7.5 GB, 3.8 GB in bfloat16 (measured with
+what a round makes: 7.9 and 4.0 GB, benchmarks/methods/window_memory.py).
 """
 
 from __future__ import annotations
