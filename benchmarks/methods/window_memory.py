@@ -6,8 +6,8 @@ Pushes so many models that every slot has been filled, and some replaced, and co
 anonymous memory (RssAnon, after each round) with what wima.py states: W x 4 P bytes (2 P in
 bfloat16) + 12 P. Each storage is a process of its own; milliseconds are the median of a round.
 
-Memory is allocated as in a run on a CPU, which keeps freed blocks in glibc's heap and hands the gaps
-between the slots back with every checkpoint, here after every tenth round.
+Memory is allocated as in a run on a CPU, which keeps freed blocks in glibc's heap and hands gaps
+back with every checkpoint, here after every tenth round.
 """
 
 from __future__ import annotations
