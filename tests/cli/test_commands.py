@@ -65,6 +65,20 @@ def test_run_reads_a_config_file_and_overrides_it(tmp_path):
     assert 'method = "scaffold"' in text and "rounds = 2" in text and "lr = 0.3" in text
 
 
+def test_a_method_asks_for_a_proxy_set_only_where_it_learns(tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text("rounds = 2\n[partition]\nclients = 10\n")
+    fixed = ("run", str(config), "--method", "fedlaw(learn='none', gamma=0.9)", "--out")
+    result = invoke(*fixed, str(tmp_path / "fixed"))
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "fixed" / "rounds.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["note_gamma"] for line in lines] == [0.9, 0.9]
+    assert lines[0]["note_proxy_loss_before"] is None
+    learnt = invoke("run", str(config), "--method", "fedlaw", "--out", str(tmp_path / "learnt"))
+    assert learnt.exit_code == 1 and "data.proxy_per_class" in str(learnt.exception)
+
+
 def test_compare_prints_a_table_and_draws_a_figure(tmp_path):
     arguments = [
         "compare",

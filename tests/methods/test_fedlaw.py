@@ -13,11 +13,13 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.optim.swa_utils import SWALR
 
+from fedbasin.core.catalogue import needs_of
 from fedbasin.core.descent import Adam
 from fedbasin.core.expressions import parse
 from fedbasin.core.mixture import CURVES, Mixture
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.local.batches import epoch_order
+from fedbasin.local.prox import Prox
 from fedbasin.methods import FedAvg, FedLAW
 from fedbasin.testing import replies_of, toy_federation, trajectory
 
@@ -39,14 +41,16 @@ def numpy_descent(world, free, server, anchors, law, moves, epochs, rate, key, a
     inputs, labels = proxy.inputs.numpy() / 255, proxy.labels.numpy()
     first, second, k, seen = np.zeros_like(free), np.zeros_like(free), 0, []
     mean = jacobian(free[:-1], free[-1], anchors, law.parameterisation)[1] @ anchors
-    least = -np.inf
+    least, most = -np.inf, np.inf
     if law.guard and moves[-1]:
         if cross_entropy(mean, inputs, labels) >= math.log(3):
             moves = np.append(moves[:-1], 0.0)
         else:  # r = gamma |m - x| / ((1 - gamma) |x|) may not fall below the guard
             r = law.guard * np.linalg.norm(server) / np.linalg.norm(mean - server)
-            least = r / (1 + r)
-            least = np.log(least) if law.parameterisation == "exponential" else np.sqrt(least)
+            inverse = np.log if law.parameterisation == "exponential" else np.sqrt
+            least = inverse(r / (1 + r))
+            if law.guard_growth and r > 1:
+                most = inverse(r / (r - 1))
     for epoch in range(epochs):
         order = epoch_order(key.tensor(), epoch, len(labels)).numpy()
         for at in range(0, len(labels), law.batch):
@@ -58,7 +62,7 @@ def numpy_descent(world, free, server, anchors, law, moves, epochs, rate, key, a
             second = second * 0.999 + g**2 * 0.001
             hat = np.sqrt(second / (1 - 0.999**k))
             free = free - rate(epoch) * (first / (1 - 0.5**k)) / (hat + 1e-8)
-            free[-1] = max(free[-1], least)
+            free[-1] = min(max(free[-1], least), most)
         if average and epoch > 5:
             seen.append(free)
     return np.mean(seen, axis=0) if seen else free
@@ -140,6 +144,8 @@ def numpy_fedlaw(world, law, rounds):
         FedLAW(epochs=3, batch=4, lr=0.1, server_lr=0.5, weighting="uniform"),
         FedLAW("gamma", guard=0, epochs=6, batch=7, parameterisation="quadratic", server_lr=1.5),
         FedLAW("gamma", guard=50, epochs=9, lr=0.1, parameterisation="quadratic"),
+        FedLAW("both", guard=30, guard_growth=True, epochs=9, lr=0.1),
+        FedLAW("gamma", guard=9, guard_growth=True, epochs=9, parameterisation="quadratic"),
         FedLAW("lambda", epochs=6, batch=4, lr=0.2, gamma=0.9, stop_round=2),
         FedLAW("both", epochs=5, lr=0.05, parameterisation="quadratic", gamma=0.97, stop_round=3),
         FedLAW(swa=True, epochs=43, lr=0.03),
@@ -521,14 +527,21 @@ def test_the_guard_keeps_the_update_larger_than_the_shrinking(kind):
     assert ratios[0.0][1] < ratios[5.0][1] < ratios[40.0][1] < ratios[math.inf][1] == 1.0
 
 
-def test_the_guard_lets_a_model_grow_and_bears_a_server_of_zeros():
+@pytest.mark.parametrize("kind", ["exponential", "quadratic"])
+def test_the_guard_lets_a_model_grow_unless_told_and_bears_a_server_of_zeros(kind):
     server, replies, context = merged_in_a_round(12)
-    shy = replies_of(0.3 * trained(server, context) + 0.01 * (replies.models - server))
-    grown, _ = FedLAW("gamma").aggregate((), server, shy, context)
-    assert float(grown.notes.gamma) > 1.2
-    zeros = torch.zeros_like(server)
-    first, _ = FedLAW().aggregate((), zeros, shy, context)
-    assert bool(torch.isfinite(first.send).all()) and float(first.notes.gamma) > 1.2
+    good = trained(server, context)
+    shy = replies_of(0.3 * good + 0.01 * (replies.models - server))
+    law = FedLAW("gamma", parameterisation=kind)
+    grown, _ = law.aggregate((), 0.2 * good, shy, context)
+    held, _ = replace(law, guard_growth=True).aggregate((), 0.2 * good, shy, context)
+    assert float(grown.notes.gamma) > 1.2 > float(held.notes.gamma) > 1.0
+    assert float(grown.notes.ratio) < float(held.notes.ratio) == pytest.approx(5.0)
+    zeros = torch.zeros_like(server)  # any step is longer than this server: nothing to hold
+    for growth in (False, True):
+        fast = replace(law, guard_growth=growth, lr=0.1)
+        first, _ = fast.aggregate((), zeros, shy, context)
+        assert bool(torch.isfinite(first.send).all()) and float(first.notes.gamma) > 2.5
 
 
 class Normalised(nn.Module):
@@ -643,3 +656,21 @@ def test_a_missing_proxy_set_is_named():
     with pytest.raises(ValueError, match="no proxy"):
         FedLAW().aggregate((), server, replies, replace(context, proxy=None))
     assert models(linear_federation(FedLAW(epochs=1), rounds=1))
+
+
+@pytest.mark.parametrize("law", [FedLAW("none", gamma=0.9), FedLAW(epochs=0, gamma=0.9)], ids=str)
+def test_what_learns_nothing_needs_no_proxy_set(law):
+    server, replies, context = merged_in_a_round(7)
+    with_it, _ = law.aggregate((), server, replies, context)
+    without, _ = law.aggregate((), server, replies, replace(context, proxy=None))
+    assert torch.equal(without.send, with_it.send)
+    losses = ("proxy_loss_before", "proxy_loss_after")
+    assert all(math.isnan(getattr(without.notes, name)) for name in losses)
+    assert all(math.isfinite(getattr(with_it.notes, name)) for name in losses)
+    assert needs_of(law) == needs_of(parse(f"wima({law})")) == set()
+
+
+@pytest.mark.parametrize("learn", ["both", "gamma", "lambda"])
+def test_what_learns_needs_a_proxy_set(learn):
+    assert needs_of(FedLAW(learn)) == needs_of(parse(f"wima({FedLAW(learn)})")) == {"proxy"}
+    assert needs_of(FedLAW(learn, local=Prox())) == {"proxy"}

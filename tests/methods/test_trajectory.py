@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from methods.numpy_clients import linear_federation
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context, Plan
@@ -135,13 +136,49 @@ def test_wima_leaves_the_trajectory_alone(inner):
         assert torch.equal(a.send, b.send)
 
 
-def test_wima_of_a_part_takes_the_rest_from_the_newest_model():
-    models = walk(7)
+@pytest.mark.parametrize("server", ["fedadam(lr=0.1)", "fedavgm", "fedadam(ima(window=2))"])
+def test_equation_7_holds_for_the_steps_of_any_server(server):
+    raw = [s.send.numpy() for s in trajectory(parse(server, "method"), rounds=9)]
+    scores = [s.score.numpy() for s in trajectory(WIMA(parse(server, "method"), 4), rounds=9)]
+    for end in range(4, 9):
+        steps = [raw[tau] - raw[tau + 1] for tau in range(end - 4, end)]
+        expected = raw[end - 4] - sum((4 - k) / 4 * d for k, d in enumerate(steps))
+        np.testing.assert_allclose(scores[end], expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_convex_loss_of_the_mean_is_at_most_the_mean_of_the_losses():
+    """Jensen, with the cross-entropy of a linear network."""
+    plain, wima = (linear_federation(m, rounds=9) for m in (FedAvg(), WIMA(window=4)))
+    loss = plain.context.proxy.loss
+    raw = [float(loss(after.send)) for after, _ in plain.rounds_from(*plain.begin())]
+    scored = [float(loss(after.score)) for after, _ in wima.rounds_from(*wima.begin())]
+    gains = [np.mean(raw[max(0, t - 3) : t + 1]) - scored[t] for t in range(9)]
+    assert gains[0] == 0 and all(gain > 1e-6 for gain in gains[1:])
+
+
+@pytest.mark.parametrize(
+    "method", [WIMA(window=3), IMA(window=3, start=0.0), SWA(start=4 / 7, cycle=1)], ids=str
+)
+def test_averages_of_a_part_take_the_rest_from_the_newest_model(method):
+    models = walk(7)  # all three average the last three models
     for part, averaged in (("head", slice(2, 5)), ("backbone", slice(0, 2))):
-        *_, last = feed(WIMA(window=3, part=part), models)
+        *_, last = feed(replace(method, part=part), models)
         expected = models[-1].copy()
         expected[averaged] = models[-3:].mean(0)[averaged]
         np.testing.assert_allclose(last.score, expected, rtol=1e-12)
+        fed_back = isinstance(method, IMA)
+        np.testing.assert_allclose(last.send, expected if fed_back else models[-1], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(1, 3), (2, 3), (3, 2), (100, 4)])
+def test_with_a_stride_every_nth_model_is_averaged(window, stride):
+    models, taken = walk(14), []
+    for t, served in enumerate(feed(WIMA(window=window, stride=stride), models)):
+        if (t + 1) % stride == 0:
+            taken.append(models[t])
+        np.testing.assert_array_equal(served.send, models[t])
+        expected = np.mean(taken[-window:], 0) if taken else models[t]
+        np.testing.assert_allclose(served.score, expected, rtol=1e-12)
 
 
 def test_wima_steadies_a_noisy_run():
@@ -256,6 +293,17 @@ def test_swa_averages_the_ends_of_cycles_and_trains_on():
     assert len(taken) == 3
 
 
+def test_swa_with_feedback_goes_on_from_the_mean_after_each_cycle():
+    models, taken = walk(20), []
+    for t, served in enumerate(feed(SWA(start=0.5, cycle=3, feedback=True), models)):
+        ends = t >= 10 and (t - 10 + 1) % 3 == 0
+        if ends:
+            taken.append(models[t])
+        np.testing.assert_allclose(served.send, np.mean(taken, 0) if ends else models[t])
+        np.testing.assert_allclose(served.score, np.mean(taken, 0) if taken else models[t])
+    assert len(taken) == 3
+
+
 def test_swa_cycles_begin_at_its_start():
     found = [p.lr for p in lrs(SWA(start=0.5, cycle=4, ratio=0.1))]
     plain = [0.01 * 0.99**t for t in range(40)]
@@ -301,6 +349,7 @@ def test_averagers_nest(source):
         ("ima(rate=1)", "rate"),
         ("ima(low=-1)", "low"),
         ("wima(window=0)", "window"),
+        ("wima(stride=0)", "stride"),
         ("swa(cycle=0)", "cycle"),
         ("swa(start=-1)", "start"),
         ("swa(ratio=-1)", "ratio"),

@@ -148,6 +148,8 @@ def needs_of(thing: object) -> set[str]:
     card = next((card for card in CATALOGUE.values() if card.make is type(thing)), None)
     if card is None:
         return set()
-    inner = [getattr(thing, parameter.name) for parameter in card.parameters]
-    rules = thing.rules() if card.kind == "method" else ()  # type: ignore[attr-defined]
-    return set(card.needs).union(*map(needs_of, (*inner, *rules)))
+    needs, inside = set(card.needs), [getattr(thing, p.name) for p in card.parameters]
+    if card.kind == "method":
+        needs -= thing.spares  # type: ignore[attr-defined]
+        inside += thing.rules()  # type: ignore[attr-defined]
+    return needs.union(*map(needs_of, inside))

@@ -51,7 +51,8 @@ class Memory:
             model, oldest = replies.models[row], int(rounds[n].argmin())
             rounds[n, oldest] = round
             losses[n, oldest] = float(replies.last_loss[row])
-            squares[n, oldest] = float(model.double() @ model.double())
+            exact = model.double()
+            squares[n, oldest] = float(exact @ exact)
             known[n] = float(weights[row])
             if archive is not None:
                 archive.put(n, round, model)

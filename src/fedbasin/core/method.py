@@ -245,6 +245,11 @@ class Method(ABC):
         """Whether the cohort sends its full gradients (`Context.probe`) before it trains."""
         return False
 
+    @property
+    def spares(self) -> frozenset[str]:
+        """What its card asks for and these settings can do without."""
+        return frozenset()
+
     def rules(self) -> tuple[LocalRule, ...]:
         """Return what clients do beyond plain SGD, the method's own rules first."""
         return (*self.own_rules(), *as_rules(self.local))

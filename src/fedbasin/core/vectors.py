@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 Weighting = Literal["samples", "uniform"]
+Part = Literal["all", "head", "backbone"]  # of a network: its last linear layer, or the rest
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ class Layout:
             return torch.zeros(0)
         return torch.cat([tensors[name].reshape(-1) for name in self.names])
 
-    def mix(
-        self, part: Literal["all", "head", "backbone"], inside: Tensor, outside: Tensor
-    ) -> Tensor:
+    def mix(self, part: Part, inside: Tensor, outside: Tensor) -> Tensor:
         """Return `inside` on the head or on the backbone (or everywhere), `outside` elsewhere."""
         if part == "all":
             return inside

@@ -20,9 +20,10 @@ the 7th on, and then fits gamma.
 Departures from the paper: `guard`. While m is no better on the proxy set than the zero model,
 which says nothing, shrinking always helps, round after round, until the model is zero and stays
 so; gamma is not fitted then. Elsewhere the ratio r = |gamma eta_g g| / |(1 - gamma) x| of update
-to shrinking, about 20 in the paper's runs, stays above `guard`. docs/methods/fedlaw.md has the
-evidence; `guard=0` is the paper. "quadratic" starts from data sizes, as the text says (the code:
-uniform). Where swa has 6 epochs or fewer for lambda, its last z counts (the code: the first).
+to shrinking, about 20 in the paper's runs, stays above `guard`, and with `guard_growth` also where
+gamma is above 1. docs/methods/fedlaw.md has the evidence; `guard=0` is the paper. "quadratic"
+starts from data sizes, as the text says (the code: uniform). Where swa has 6 epochs or fewer for
+lambda, its last z counts (the code: the first).
 Cost: none for clients. Server: `epochs` x batches forward and backward passes and twice as many
 C x P mat-vecs; 3 models of memory beside the replies.
 """
@@ -71,7 +72,7 @@ class Notes(NamedTuple):
     lambdas: Tensor  # [C] in the order of the cohort; 0 for a client without samples
     gradient_norm: Tensor  # |g|, g = sum_i lambda_i (x - y_i)
     ratio: Tensor  # |gamma eta_g g| / |(1 - gamma) x|; infinite (null) at gamma = 1
-    proxy_loss_before: Tensor  # with p and the initial gamma
+    proxy_loss_before: Tensor  # with p and the initial gamma; NaN (null) without a proxy set
     proxy_loss_after: Tensor
 
 
@@ -91,6 +92,7 @@ class FedLAW(Method):
         gamma: the sum of weights to start from, and to keep where it is not fitted.
         guard: least ratio r of update to shrinking; gamma is not fitted while the mean is no
             better than the zero model. 0 is the paper: gamma may be anything.
+        guard_growth: hold r above `guard` where the model grows too; growing is mostly a gain.
         swa: fit lambda, averaged over epochs, for half of the epochs, then gamma for the rest.
         parameterisation: u, ``"exponential"`` or ``"quadratic"``.
         epochs: passes over the proxy set in a round, E_s.
@@ -106,6 +108,7 @@ class FedLAW(Method):
     learn: Learn = "both"
     gamma: float = 1.0
     guard: float = 5.0
+    guard_growth: bool = False
     swa: bool = False
     parameterisation: Parameterisation = "exponential"
     epochs: int = 100
@@ -141,7 +144,7 @@ class FedLAW(Method):
     ) -> tuple[Served, tuple[()]]:
         """Fit z and c to the proxy set, then merge."""
         proxy = context.proxy
-        if proxy is None:
+        if proxy is None and "proxy" not in self.spares:
             raise ValueError(f"{self} learns from data on the server: the context has no proxy")
         counted = replies.weights > 0
         models = replies.models if bool(counted.all()) else replies.models[counted]
@@ -149,23 +152,28 @@ class FedLAW(Method):
         weights = shares(replies.weights[counted], self.weighting)
         gamma = weights.new_tensor(self.gamma)
         model = first = merge.model(weights, gamma)
-        if stages := self._stages(context):
+        stages = self._stages(context)
+        if proxy is not None and stages:
             free = merge.curve.inverse(torch.cat([weights, gamma[None]]))
             for number, stage in enumerate(stages):
                 free = self._fit(stage, free, merge, proxy, context.key.fold("fedlaw", number))
             weights, gamma = merge.read(free)
             model = merge.model(weights, gamma)
         step = (merge.mean(weights) - server).norm()
-        with torch.no_grad():
-            notes = Notes(
-                gamma=gamma,
-                lambdas=weights.new_zeros(len(counted)).masked_scatter(counted, weights),
-                gradient_norm=step / self.server_lr,
-                ratio=gamma * step / ((1 - gamma).abs() * server.norm()),
-                proxy_loss_before=proxy.loss(first),
-                proxy_loss_after=proxy.loss(model),
-            )
+        notes = Notes(
+            gamma=gamma,
+            lambdas=weights.new_zeros(len(counted)).masked_scatter(counted, weights),
+            gradient_norm=step / self.server_lr,
+            ratio=gamma * step / ((1 - gamma).abs() * server.norm()),
+            proxy_loss_before=_loss(proxy, first),
+            proxy_loss_after=_loss(proxy, model),
+        )
         return Served(model, model, notes), state
+
+    @property
+    def spares(self) -> frozenset[str]:
+        """Weights that are not learnt need no proxy set."""
+        return frozenset() if self.epochs and self.learn != "none" else frozenset({"proxy"})
 
     def _stages(self, context: Context) -> list[Stage]:
         """Return the descents of this round; none where nothing is fitted."""
@@ -192,23 +200,25 @@ class FedLAW(Method):
 
     def _limits(
         self, stage: Stage, free: Tensor, merge: Mixture, proxy: Proxy
-    ) -> tuple[Tensor, Tensor]:
-        """Return which of (z, c) move, 1 or 0, and their lower ends."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which of (z, c) move, 1 or 0, and their lower and upper ends."""
         moves = torch.full_like(free, float(stage.weights))
         moves[-1] = float(stage.gamma)
-        lowest = torch.full_like(free, -math.inf)
+        lowest, highest = torch.full_like(free, -math.inf), torch.full_like(free, math.inf)
         if stage.gamma and self.guard:
             mean = merge.mean(merge.read(free)[0])
             with torch.no_grad():
                 moves[-1] = float(proxy.loss(mean) < proxy.loss(torch.zeros_like(mean)))
             if moves[-1]:
-                least = _least_gamma(mean, merge.server, self.guard)
+                least, most = _ends(mean, merge.server, self.guard)
                 lowest[-1] = merge.curve.inverse(least.to(free.dtype))
-        return moves, lowest
+                if self.guard_growth:
+                    highest[-1] = merge.curve.inverse(most.to(free.dtype))
+        return moves, lowest, highest
 
     def _fit(self, stage: Stage, free: Tensor, merge: Mixture, proxy: Proxy, key: Key) -> Tensor:
         """Return (z, c) after one descent."""
-        moves, lowest = self._limits(stage, free, merge, proxy)
+        moves, lowest, highest = self._limits(stage, free, merge, proxy)
         if not bool(moves.any()):
             return free
         adam = Adam.at(free)
@@ -219,7 +229,7 @@ class FedLAW(Method):
             for rows in proxy_batches(key.tensor(free.device), epoch, proxy.size, self.batch):
                 gradient, loss = merge.gradient(free, partial(proxy.loss, rows=rows))
                 free, adam = adam.step(free, moves * gradient, stage.rate(epoch))
-                free = free.maximum(lowest)
+                free = free.clamp(lowest, highest)
                 losses.append(loss)
             if stage.averages:
                 late += [free] if epoch >= _SETTLE else []
@@ -231,7 +241,14 @@ class FedLAW(Method):
         return torch.stack(late).mean(0) if late else free
 
 
-def _least_gamma(mean: Tensor, server: Tensor, ratio: float) -> Tensor:
-    """Return the gamma at which gamma |m - x| = ratio (1 - gamma) |x|."""
+def _ends(mean: Tensor, server: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
+    """Return the gammas below and above 1 at which gamma |m - x| = ratio |1 - gamma| |x|."""
     size = (ratio * server.norm()).clamp(min=torch.finfo(server.dtype).tiny)
-    return torch.reciprocal(1 + (mean - server).norm() / size)
+    step = (mean - server).norm() / size
+    return torch.reciprocal(1 + step), torch.reciprocal((1 - step).clamp(min=0))
+
+
+@torch.no_grad()
+def _loss(proxy: Proxy | None, model: Tensor) -> Tensor:
+    """Return the proxy loss of a model, NaN without a proxy set."""
+    return model.new_tensor(math.nan) if proxy is None else proxy.loss(model)

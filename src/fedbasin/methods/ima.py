@@ -36,6 +36,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapper
 from fedbasin.core.trajectory import Storage, Window, empty, mean, push
+from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
 
 Decay = Literal["exponential", "constant", "cyclic", "epochs", "step", "none"]
@@ -60,6 +61,8 @@ class IMA(Wrapper):
         rate: the loss per round of the ``"exponential"`` decay.
         low: the learning rate of ``"constant"``, and the lower end of ``"cyclic"``.
         feedback: whether clients start from the mean; if not, it is only scored.
+        part: average ``"all"`` parameters, the ``"head"`` or the ``"backbone"`` alone; the rest is
+            the newest model's.
         storage: ``"bfloat16"`` halves the window's memory.
         on_cpu: keep the window in main memory.
     """
@@ -73,6 +76,7 @@ class IMA(Wrapper):
     rate: float = 0.03
     low: float = 5e-5
     feedback: bool = True
+    part: Part = "all"
     storage: Storage = "same"
     on_cpu: bool = False
 
@@ -111,7 +115,7 @@ class IMA(Wrapper):
         window = push(own, fresh.score)
         if self.window == 1 or context.round < self.begins(context):
             return fresh, window
-        average = mean(window)
+        average = context.layout.mix(self.part, mean(window), fresh.score)
         send = average if self.feedback else fresh.send
         return Served(send, average, fresh.notes), window
 

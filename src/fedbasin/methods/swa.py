@@ -8,7 +8,8 @@ and after each cycle the global model joins the mean
 
     u <- (q u + w) / (q + 1),  q <- q + 1,   when (t - t_s + 1) mod c = 0.
 
-Training goes on from w; u is what is scored once there is one.
+Training goes on from w; u is what is scored once there is one. With `feedback` clients go on from
+u after each cycle, which is server averaging.
 
 Departures from the paper: the authors' release takes its snapshot after the first, largest-lr
 round of a cycle; here it is taken at the end, as the paper says. Cycles start at t_s.
@@ -27,6 +28,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapper
 from fedbasin.core.trajectory import RunningMean
+from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
 
 
@@ -45,6 +47,9 @@ class SWA(Wrapper):
         start: share of the rounds after which cycles begin, t_s / R; 1 is the inner method.
         cycle: c, rounds in a cycle; 1 leaves the learning rate alone.
         ratio: the learning rate at the end of a cycle, as a share of that at its start.
+        feedback: whether clients start from the mean after a cycle; if not, it is only scored.
+        part: average ``"all"`` parameters, the ``"head"`` or the ``"backbone"`` alone; the rest is
+            the newest model's.
     """
 
     averages: ClassVar[bool] = True
@@ -53,6 +58,8 @@ class SWA(Wrapper):
     start: float = 0.75
     cycle: int = 10
     ratio: float = 0.01
+    feedback: bool = False
+    part: Part = "all"
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= 1:
@@ -83,8 +90,11 @@ class SWA(Wrapper):
         self, own: RunningMean, server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, RunningMean]:
         """Take a snapshot at the end of a cycle."""
-        average, after = own, context.round - self.begins(context)
-        if after >= 0 and (after + 1) % self.cycle == 0:
-            average = average.push(fresh.score)
-        score = average.mean(fresh.score) if average.count else fresh.score
-        return Served(fresh.send, score, fresh.notes), average
+        after = context.round - self.begins(context)
+        ends = after >= 0 and (after + 1) % self.cycle == 0
+        average = own.push(fresh.score) if ends else own
+        score = fresh.score
+        if average.count:
+            score = context.layout.mix(self.part, average.mean(fresh.score), fresh.score)
+        send = score if ends and self.feedback else fresh.send
+        return Served(send, score, fresh.notes), average

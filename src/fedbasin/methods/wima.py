@@ -10,31 +10,32 @@ For a server that steps w^{t+1} = w^t - d^t this is eq. 6/7 of the paper,
 wbar = w^{t'} - sum_tau ((t' + W - tau) / W) d^tau: the oldest step counts 1, the newest 1/W.
 
 Departures from the paper: before W rounds the mean of what there is; the paper defines eq. 4
-only for a full window. `part` is its Table 5 (head or feature extractor alone).
+only for a full window. `part` is its Table 5 (head or feature extractor alone). `stride` is ours:
+only every s-th model joins the window, which then spans W s rounds in the memory of W (LAWA).
 Cost: none for clients. Server: O(P) a round; W x 4P bytes (2P with bfloat16) + 12P, on the
-device or in main memory: W = 370 of 5 M parameters is 7.5 GB, 3.8 GB in bfloat16.
+device or in main memory: W = 370 of 5 M parameters is 7.5 GB, 3.8 GB in bfloat16 (measured with
+what a round makes: 7.9 and 4.0 GB, benchmarks/methods/window_memory.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
 from fedbasin.core.trajectory import Storage, Window, empty, mean, push
+from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
-
-Part = Literal["all", "head", "backbone"]
 
 
 @entry(
     "method",
     paper="Caldarola et al., ICCV Workshops 2023",
     url="https://arxiv.org/abs/2310.01366",
-    is_fedavg_when={"window": 1},
+    is_fedavg_when={"window": 1, "stride": 1},
 )
 @dataclass(frozen=True)
 class WIMA(Wrapper):
@@ -45,6 +46,7 @@ class WIMA(Wrapper):
         window: W, how many rounds are averaged; 1 is the inner method itself.
         part: average ``"all"`` parameters, the ``"head"`` or the ``"backbone"`` alone; the rest is
             the newest model's.
+        stride: s, the mean is of every s-th round's model; the newest is scored before the first.
         storage: ``"bfloat16"`` halves the window's memory.
         on_cpu: keep the window in main memory.
     """
@@ -54,12 +56,14 @@ class WIMA(Wrapper):
     inner: Method = field(default_factory=FedAvg)
     window: int = 100
     part: Part = "all"
+    stride: int = 1
     storage: Storage = "same"
     on_cpu: bool = False
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
+        for name in ("window", "stride"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def begin(self, server: Tensor, context: Context) -> Window:
         """Start with an empty window; the initial model is never in it."""
@@ -69,8 +73,9 @@ class WIMA(Wrapper):
         self, own: Window, server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, Window]:
         """Score the window's mean."""
-        window = push(own, fresh.score)
+        joins = (context.round + 1) % self.stride == 0
+        window = push(own, fresh.score) if joins else own
         score = fresh.score
-        if self.window > 1:
+        if window.filled and (self.window > 1 or self.stride > 1):
             score = context.layout.mix(self.part, mean(window), fresh.score)
         return Served(fresh.send, score, fresh.notes), window

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from fedbasin.core.record import RoundRecord, RunFolder, mean_of_last, write_atomically
 from fedbasin.core.state import load, save
+from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, Kept
 from fedbasin.sim.rounds import Diverged, Federation, Server
 
@@ -77,6 +78,7 @@ def run(
                     states.saved()
                     if federation.context.archive is not None:
                         federation.context.archive.sweep()
+                    hand_back_gaps()
                 if stopping() and not last:
                     status, reason = "stopped", f"stopped by the user after round {record.round}"
                     break
