@@ -11,7 +11,7 @@ from fedbasin.core.rng import root
 from fedbasin.core.rule import Batch, LocalRule
 from fedbasin.local import SGD, Prox, Received, Shard, Trainer, batches
 from fedbasin.local.batches import count_steps
-from fedbasin.local.step import Point, clipped, nesting, step, task_loss
+from fedbasin.local.step import Point, clipped, nesting, step, step_in_place, task_loss
 
 KEY = root(0).fold("client", 3, 4).tensor()
 
@@ -84,6 +84,35 @@ def test_shuffles_are_fair():
 
 
 # --- the step against torch's own optimiser
+
+
+@pytest.mark.parametrize("sgd", [SGD(), SGD(0.9), SGD(0.5, 1e-2), SGD(0.0, 0.1)])
+def test_the_step_in_place_is_the_step(sgd):
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    module.unused = nn.Linear(2, 2)
+    module.forward = lambda x: module[2](module[1](module[0](x)))
+    net, shard = Net(module, dtype=torch.float64), make_shard()
+    vector, buffers = net.initial()
+    batch = Batch(transform(shard.inputs), shard.labels, torch.ones(11, dtype=torch.float64))
+    momentum = torch.full_like(vector, 0.1) if sgd.momentum else vector.new_zeros(0)
+    pure, ours = (Point(vector.clone(), momentum.clone(), buffers, ()) for _ in range(2))
+    for _ in range(3):
+        pure, expected = step(pure, batch, 0.2, KEY, net=net, rules=(), sgd=sgd)
+        given = ours
+        ours, loss = step_in_place(ours, batch, 0.2, KEY, net=net, sgd=sgd)
+        assert ours.vector is given.vector and not loss.requires_grad
+        for found, wanted in zip((loss, *ours[:3]), (expected, *pure[:3]), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    assert torch.equal(buffers, net.initial()[1]), "statistics are not written over"
+
+
+@pytest.mark.parametrize("sgd", [SGD(), SGD(0.9)])
+def test_what_a_client_received_is_not_changed(sgd):
+    net = make_net()
+    given = received(net)
+    trained = Trainer(net, (), sgd, 4, transform, 2).train(make_shard(), given, Plan(0.2, 1))
+    assert torch.equal(given.vector, net.initial()[0])
+    assert not torch.equal(trained.vector, given.vector)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from fedbasin.core.rng import fold_in, keys_tensor, root, torch_draws_from, uniform
+from fedbasin.core.rng import keys_tensor, root, torch_draws_from
 from fedbasin.models import Dropout, Network, emnist_cnn, key_names, mobilenetv2, number_sites
 
 KEYS = [root(seed).fold("dropout") for seed in range(5)]
@@ -29,11 +29,34 @@ def test_a_fraction_p_is_dropped_and_the_rest_scaled(p, seed, site):
     torch.testing.assert_close(y[kept], torch.full((int(kept.sum()),), 3 / (1 - p)))
 
 
-def test_mask_is_the_stated_formula():
-    x = torch.arange(1.0, 25.0).reshape(2, 3, 4)
-    mask = uniform(fold_in(KEYS[1].tensor(), 4), torch.arange(24)) >= 0.3
-    expected = x * mask.reshape(2, 3, 4) / 0.7
-    torch.testing.assert_close(dropped(x, 0.3, KEYS[1], 4), expected)
+def hashed(key, counter):
+    """`bits`, written again with Python's whole numbers."""
+
+    def mix(x):
+        x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+        x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+        return x ^ (x >> 15)
+
+    return mix(mix((counter + (key.bits >> 32)) & 0xFFFFFFFF) ^ (key.bits & 0xFFFFFFFF))
+
+
+@pytest.mark.parametrize(("p", "wide"), [(0.25, 8), (0.3, 16)])
+def test_mask_is_the_stated_formula(p, wide):
+    rows, size, lanes = 2, 15, 32 // wide
+    each = math.ceil(size / lanes)
+    expected = torch.zeros(rows, size)
+    for row in range(rows):
+        for column in range(size):
+            place, word = divmod(column, each)
+            drawn = hashed(KEYS[1], 4 * 2**24 + row * each + word) >> (place * wide) & (2**wide - 1)
+            expected[row, column] = drawn / 2**wide >= p
+    x = torch.arange(1.0, 31.0).reshape(2, 3, 5)
+    found = dropped(x, p, KEYS[1], 4)
+    torch.testing.assert_close(found, x * expected.reshape(2, 3, 5) / (1 - p))
+
+
+def test_an_empty_batch_passes():
+    assert dropped(torch.ones(0, 3, 4)).shape == (0, 3, 4)
 
 
 def test_same_key_same_mask_other_key_site_or_row_another():
@@ -97,7 +120,7 @@ def test_every_dropout_of_a_network_has_its_own_site_and_is_found():
 
 def test_dropout_stands_behind_the_pooling_and_behind_the_hidden_layer():
     layers = list(dict(network().body.named_children()))
-    assert layers[layers.index("pool2") :][:3] == ["pool2", "conv2_relu", "dropout1"]
+    assert layers[layers.index("pool2") :][:4] == ["pool2", "conv2_relu", "flat", "dropout1"]
     assert layers[-3:] == ["fc1", "fc1_relu", "dropout2"]
     assert [m.p for m in network().modules() if isinstance(m, Dropout)] == [0.25, 0.5]
 

@@ -8,7 +8,7 @@ dropout from a key. Integer buffers are the module's own: they are never sent or
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -114,10 +114,22 @@ class Net:
             key: int64 [2], the randomness of dropout in training.
             training: whether dropout and batch statistics are on.
         """
+        return self.run(self.layout.views(vector), inputs, buffers, key=key, training=training)
+
+    def run(
+        self,
+        parts: Mapping[str, Tensor],
+        inputs: Tensor,
+        buffers: Tensor | None = None,
+        *,
+        key: Tensor | None = None,
+        training: bool = False,
+    ) -> Outputs:
+        """Run the network from the named parts of a vector."""
         statistics = self._initial_buffers if buffers is None else buffers
         if training and self.buffer_layout.size:
             statistics = statistics.clone()  # BatchNorm writes into these views
-        named = {**self.layout.views(vector), **self.buffer_layout.views(statistics)}
+        named = {**parts, **self.buffer_layout.views(statistics)}
         if training:
             for name, counter in self._counters:
                 named[name] = counter.clone()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from fedbasin.core.rng import fold_in
 from fedbasin.core.rule import Batch, Finish, LocalRule, Look, Start, check_rules
 from fedbasin.core.tree import added
 from fedbasin.local.batches import AUGMENT, DROPOUT, batches, count_steps, steps_per_epoch
-from fedbasin.local.step import SGD, Point, step, summed_gradient
+from fedbasin.local.step import SGD, Point, step, step_in_place, summed_gradient
 
 SURVEY_ROWS = 256  # rows of a client that a survey looks at in one pass
 Transform = Callable[..., Tensor]  # (raw rows, key or None) -> what the network takes
@@ -80,6 +81,11 @@ class Trainer:
     def __post_init__(self) -> None:
         check_rules(self.rules)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether steps may write over a client's vector: nobody else looks at it."""
+        return not self.rules and self.sgd.clip is None
+
     def train(self, shard: Shard, received: Received, plan: Plan) -> Trained:
         """Train one client from what it received; nothing given is changed."""
         rows = len(shard.labels)
@@ -87,7 +93,13 @@ class Trainer:
         starts = self._starts(shard, received, plan, steps)
         carries = tuple(r.begin(s, self.net) for r, s in zip(self.rules, starts, strict=True))
         size = received.vector.numel() if self.sgd.momentum else 0
-        point = Point(received.vector, received.vector.new_zeros(size), received.buffers, carries)
+        vector = received.vector.clone() if self.in_place else received.vector
+        point = Point(vector, vector.new_zeros(size), received.buffers, carries)
+        take = (
+            partial(step_in_place, net=self.net, sgd=self.sgd)
+            if self.in_place
+            else partial(step, net=self.net, rules=self.rules, sgd=self.sgd)
+        )
         losses, counts = [], []
         numbers = torch.arange(steps, device=received.key.device)
         augment, dropout = (
@@ -96,9 +108,7 @@ class Trainer:
         chances = self.chances(shard.labels)
         for number, index in enumerate(batches(received.key, plan, rows, self.batch, chances)):
             batch = self._batch(shard, index, augment[number])
-            point, loss = step(
-                point, batch, plan.lr, dropout[number], net=self.net, rules=self.rules, sgd=self.sgd
-            )
+            point, loss = take(point, batch, plan.lr, dropout[number])
             losses.append(loss)
             counts.append(len(index))
         ended = Finish(

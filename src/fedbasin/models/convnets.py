@@ -74,7 +74,8 @@ def _convnet(
         channels = outputs
     height, width = parts.output_size(name, nn.Sequential(layers), shape, hint)
     flat = channels * height * width
-    layers.update(_dropout("dropout1", dropout[0]), flat=nn.Flatten())
+    layers["flat"] = nn.Flatten()  # before dropping: a mask lies row by row, channels need not
+    layers.update(_dropout("dropout1", dropout[0]))
     layers.update(parts.dense_layers(flat, widths, relu_last=relu_last))
     layers.update(_dropout("dropout2", dropout[1]))
     return Network(nn.Sequential(layers), nn.Linear((flat, *widths)[-1], classes))
