@@ -25,8 +25,15 @@ def test_a_fraction_p_is_dropped_and_the_rest_scaled(p, seed, site):
     n = 20_000
     y = dropped(torch.full((100, 200), 3.0), p, root(seed), site)
     kept = y != 0
+    p = round(p * 65536) / 65536
     assert abs(kept.sum() - n * (1 - p)) <= 5 * math.sqrt(n * p * (1 - p))
     torch.testing.assert_close(y[kept], torch.full((int(kept.sum()),), 3 / (1 - p)))
+
+
+def test_almost_certain_dropout_keeps_something_to_scale():
+    y = dropped(torch.ones(64, 4096), 1 - 1e-9, root(3), 0)
+    assert torch.isfinite(y).all()
+    assert set(y.unique().tolist()) <= {0.0, 65536.0}
 
 
 def hashed(key, counter):
@@ -43,16 +50,17 @@ def hashed(key, counter):
 @pytest.mark.parametrize(("p", "wide"), [(0.25, 8), (0.3, 16)])
 def test_mask_is_the_stated_formula(p, wide):
     rows, size, lanes = 2, 15, 32 // wide
+    chance = round(p * 2**wide) / 2**wide
     each = math.ceil(size / lanes)
     expected = torch.zeros(rows, size)
     for row in range(rows):
         for column in range(size):
             place, word = divmod(column, each)
             drawn = hashed(KEYS[1], 4 * 2**24 + row * each + word) >> (place * wide) & (2**wide - 1)
-            expected[row, column] = drawn / 2**wide >= p
+            expected[row, column] = drawn / 2**wide >= chance
     x = torch.arange(1.0, 31.0).reshape(2, 3, 5)
     found = dropped(x, p, KEYS[1], 4)
-    torch.testing.assert_close(found, x * expected.reshape(2, 3, 5) / (1 - p))
+    torch.testing.assert_close(found, x * expected.reshape(2, 3, 5) / (1 - chance))
 
 
 def test_an_empty_batch_passes():

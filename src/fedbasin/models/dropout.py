@@ -19,9 +19,9 @@ class Dropout(nn.Module):
 
     In training ``y_i = x_i / (1 - p)`` if ``u_i >= p`` and 0 otherwise, in evaluation ``y = x``.
     The u_i are the bytes of ``bits(key, 2^24 site + j)`` over 2^8, or their 16-bit halves over 2^16
-    where p is no multiple of 1/256. j counts row by row, and a row takes the lowest bytes of all
-    its words first. So one hash serves four elements, or two, and rows added at the end of a batch
-    change no earlier row.
+    where p is no multiple of 1/256 (it is then rounded to one of 1/65536). j counts row by row, and
+    a row takes the lowest bytes of all its words first. So one hash serves four elements, or two,
+    and rows added at the end of a batch change no earlier row.
 
     The caller replaces the buffer `key` at every step through ``torch.func.functional_call``
     (`key_names` says where it stands); left alone, every step repeats one mask. The buffer is
@@ -50,11 +50,12 @@ class Dropout(nn.Module):
         places, first = range(0, 32, wide), self.site << 24
         each = -(-size // len(places))  # words of a row
         words = bits(self.key, torch.arange(first, first + rows * each, device=x.device))
-        lanes, least = words.view(rows, each), math.ceil(self.p * (1 << wide))
+        least = min(round(self.p * (1 << wide)), (1 << wide) - 1)
+        lanes, kept = words.view(rows, each), 1 - least / (1 << wide)
         keep = [lanes & (((1 << wide) - 1) << at) >= least << at for at in places]
         mask = torch.cat(keep, 1)[:, :size].reshape(x.shape)
         # by way of bytes, which torch turns to floats several times faster than truth values
-        return x * (mask.to(torch.uint8).to(x.dtype) * (1 / (1 - self.p)))
+        return x * (mask.to(torch.uint8).to(x.dtype) / kept)
 
     def extra_repr(self) -> str:
         """Show the probability and the site when printed."""
