@@ -14,6 +14,7 @@ synthetic ones of the same shape. Peers that are not installed are looked for in
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from peers import driver, work
@@ -34,8 +35,16 @@ def device_by_default() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measure(shape: str, args: argparse.Namespace, folder: Path) -> tuple[list[driver.Row], str]:
-    """Take turns: a block of every peer, then a share of our rounds, until all is run."""
+def measure(
+    shape: str,
+    args: argparse.Namespace,
+    folder: Path,
+    keep: Callable[[list[driver.Row], str], None],
+) -> tuple[list[driver.Row], str]:
+    """Take turns: a block of every peer, then a share of our rounds, until all is run.
+
+    Rows are kept after every turn, so that an interrupted run leaves what it has.
+    """
     path = folder / f"{shape}.npz"
     made = work.make(work.SHAPES[shape])
     work.write(made, path)
@@ -60,6 +69,7 @@ def measure(shape: str, args: argparse.Namespace, folder: Path) -> tuple[list[dr
                 if not driver.measure(peer, args.block, score=True):
                     running.remove(peer)
                     break
+        keep(rows, made.source)
     for peer in running:
         peer.close()
     return rows, made.source
@@ -81,9 +91,14 @@ def main() -> None:
     facts, found, console = driver.machine(args.device), [], Console(width=110)
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shapes.split(","):
-            rows, source = measure(shape, args, Path(folder))
-            facts[f"rows_of_{shape}"] = source
-            found += rows
+
+            def keep(rows: list[driver.Row], source: str, shape: str = shape) -> None:
+                facts[f"rows_of_{shape}"] = source
+                if args.out:
+                    driver.save(args.out, found + rows, facts)
+
+            rows, source = measure(shape, args, Path(folder), keep)
+            found.extend(rows)
             ours = next((row for row in rows if row.peer == "fedbasin" and row.seconds), None)
             console.print(
                 driver.table(
@@ -93,8 +108,6 @@ def main() -> None:
             if ours:
                 spent = sum(ours.seconds) * args.block
                 console.print(f"fedbasin: {len(ours.seconds) * args.block} rounds in {spent:.1f} s")
-            if args.out:
-                driver.save(args.out, found, facts)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             lines.append(one_run(args, Path(folder) / "run") | {"repeat": number})
             print(json.dumps(lines[-1]), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(lines, indent=1) + "\n")
+        if args.out:  # after every run, so that an interrupted one leaves what it has
+            args.out.write_text(json.dumps(lines, indent=1) + "\n")
 
 
 def one_run(args, folder):

@@ -16,6 +16,7 @@ from fedbasin.models.convnets import (
     simple_cnn,
     vgg11,
 )
+from fedbasin.models.convolution import Conv2d
 from fedbasin.models.custom import custom
 from fedbasin.models.dense import logistic, mlp
 from fedbasin.models.densenet import densenet121
@@ -34,6 +35,7 @@ from fedbasin.models.resnets import (
 )
 
 __all__ = [
+    "Conv2d",
     "Dropout",
     "Network",
     "alexnet",
