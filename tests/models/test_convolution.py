@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fedbasin.models import convolution
 from fedbasin.models.convolution import (
     Conv2d,
     Convolution,
@@ -105,6 +106,53 @@ def test_the_layer_is_torch_s_own_where_the_kernels_stand_aside():
     assert not Conv2d(4, 4, 3, dilation=2)._plain()
     assert not Conv2d(4, 4, 3, padding=(1, 2))._plain()
     assert not Conv2d(4, 4, 3, stride=(1, 2))._plain()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Take a CPU for a GPU, and count how often the operators run in place of torch's layer."""
+    calls = []
+    whole = Convolution.apply
+    monkeypatch.setattr(convolution, "_many_on_gpu", lambda _: True)
+    monkeypatch.setattr(Convolution, "apply", lambda *args: calls.append(1) or whole(*args))
+    return calls
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_layer_takes_the_operators_in_training_and_for_scores(counted, has_bias):
+    x, w, bias, _ = (t.float() for t in problem((3, 4, 3, 2, 1, 7, 5, 2)))
+    layer = Conv2d(3, 4, 3, 2, 1, bias=has_bias)
+    parameters = {"weight": w} | ({"bias": bias} if has_bias else {})
+
+    def run(parameters, x):
+        return torch.func.functional_call(layer, parameters, (x,))
+
+    wanted = torch.stack(
+        [F.conv2d(x[a], w[a], bias[a] if has_bias else None, 2, 1) for a in (0, 1)]
+    )
+    torch.testing.assert_close(torch.func.vmap(run)(parameters, x), wanted)
+    assert len(counted) == 1
+    layer.eval()
+    torch.testing.assert_close(torch.func.vmap(run)(parameters, x), wanted)
+    assert len(counted) == 1  # a gradient may be asked for, even twice
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(run)(parameters, x), wanted)
+    assert len(counted) == 2
+
+
+def test_the_layer_is_torch_s_where_factors_may_not_be_rounded(counted, monkeypatch):
+    x, w, bias, _ = problem((3, 4, 3, 2, 1, 7, 5, 1))
+    layer = Conv2d(3, 4, 3, 2, 1)
+    run = torch.func.functional_call
+    run(layer, {"weight": w[0], "bias": bias[0]}, (x[0],))  # float64
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    run(layer, {"weight": w[0].float(), "bias": bias[0].float()}, (x[0].float(),))
+    assert not counted
+    with torch.autocast("cpu", torch.bfloat16):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+        y = run(layer, {"weight": w[0].float(), "bias": bias[0].float()}, (x[0].float(),))
+    assert counted and y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), F.conv2d(x[0], w[0], bias[0], 2, 1), rtol=0.05, atol=0.1)
 
 
 def test_kernels_equal_convolutions_one_by_one():

@@ -172,6 +172,14 @@ def test_a_run_compiles_a_handful_of_shapes_and_never_again():
     assert seen[-1] == seen[2] <= 2  # one client, and any number more
 
 
+def test_a_step_that_cannot_be_compiled_runs_as_it_is_and_says_so():
+    _, cohort = executors("logistic", (1, 6, 6))
+    broken = replace(cohort, compiled=True, backend="no such compiler")
+    with pytest.warns(UserWarning, match="runs uncompiled, it cannot be compiled: "):
+        ends = trained(broken, Plan(0.1, 2), rounds=1)
+    assert_equal(ends, trained(cohort, Plan(0.1, 2), rounds=1))
+
+
 def test_whole_runs_agree_and_auto_picks_by_device_and_model(tmp_path):
     base = Experiment(
         method="scaffold",

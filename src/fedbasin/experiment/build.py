@@ -37,7 +37,7 @@ from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
 from fedbasin.sim.workers import WorkerExecutor
 
-COMPILE_PAYS = 300  # rounds; measured on a CIFAR CNN, whose five sizes take a minute to compile
+COMPILE_PAYS = 300  # rounds; measured on a CIFAR CNN, whose step takes half a minute to compile
 
 
 @dataclass(frozen=True)

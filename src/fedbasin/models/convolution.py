@@ -26,13 +26,14 @@ class Conv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution of a batch [B, C, H, W]."""
         weight, bias, device = self.weight, self.bias, input.device.type
-        if device != "cuda" or not _many() or not (self.training or not torch.is_grad_enabled()):
+        if not (_many_on_gpu(input) and (self.training or not torch.is_grad_enabled())):
             return super().forward(input)
         if torch.is_autocast_enabled(device):
             half = torch.get_autocast_dtype(device)
             input, weight = input.to(half), weight.to(half)
             bias = None if bias is None else bias.to(half)
-        if not self._plain() or weight.dtype == torch.float64 or not _rounds():
+        exact = weight.dtype == torch.float64 or not torch.backends.cudnn.allow_tf32
+        if exact or not self._plain():
             return super().forward(input)
         how = (self.stride[0], int(self.padding[0]))
         outputs: Tensor = Convolution.apply(input, weight, bias, *how)  # type: ignore[no-untyped-call]
@@ -44,13 +45,9 @@ class Conv2d(nn.Conv2d):
         return same and self.groups == 1 and self.dilation == (1, 1)
 
 
-def _many() -> bool:
-    """Whether a transform, such as `vmap` over clients, is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _rounds() -> bool:
-    return bool(torch.backends.cudnn.allow_tf32)
+def _many_on_gpu(input: Tensor) -> bool:
+    """Whether images lie on a GPU and a transform, such as `vmap` over clients, is at work."""
+    return input.is_cuda and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

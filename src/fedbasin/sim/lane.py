@@ -70,7 +70,7 @@ class Lane:
             return self._run(progress, course, count)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except Exception as error:  # compilers fail in many ways; what is ours fails again below
             if self._step is self._plain:
                 raise
             first = str(error).strip().split("\n", 1)[0]
