@@ -1,3 +1,4 @@
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from fedbasin.data import load
 from fedbasin.experiment import ConfigError, build
 from fedbasin.experiment.build import cut_rows, pick_device
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
-from fedbasin.experiment.runs import slug
+from fedbasin.experiment.runs import commit_of, slug
 from fedbasin.methods import FedAvg
 
 SMALL = Experiment(
@@ -194,3 +195,24 @@ def test_recalibration_renews_batchnorm_statistics():
     scored = net(after.score, inputs, after.buffers).logits
     stale = net(after.score, inputs, server.buffers).logits
     assert (trained - scored).abs().mean() < 0.1 * (trained - stale).abs().mean()
+
+
+def test_the_commit_is_that_of_the_file_and_says_when_it_is_not_all(tmp_path):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        ran = subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True
+        )
+        return ran.stdout.strip()
+
+    source = tmp_path / "source.py"
+    source.write_text("one")
+    assert commit_of(source) is None
+    git("init", "-q")
+    assert commit_of(source) is None  # in a repository, but not of it: an installed package
+    git("add", "source.py")
+    git("commit", "-qm", "one")
+    git("tag", "-a", "v1", "-m", "one")
+    assert commit_of(source) == git("rev-parse", "HEAD")
+    source.write_text("two")
+    assert commit_of(source) == git("rev-parse", "HEAD") + "-dirty"

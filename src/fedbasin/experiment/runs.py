@@ -295,7 +295,7 @@ def facts(experiment: Experiment) -> dict[str, Any]:
         "device": f"{device} ({name})",
         "python": platform.python_version(),
         "versions": versions,
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__)),
     }
 
 
@@ -307,17 +307,23 @@ def _installed(package: str) -> bool:
     return True
 
 
-def _commit() -> str | None:
-    """Return the commit of the source tree this code runs from, if it is one."""
-    here = Path(__file__).parent
+def commit_of(file: Path) -> str | None:
+    """Return the commit that a source file belongs to, if it does to any.
+
+    Where tracked files have been changed since, "-dirty" is added: the commit alone would claim too
+    much.
+    """
+    git = ["git", "-C", str(file.parent)]
     try:
-        found = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "--verify", "--quiet", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
+        for command in (
+            ["ls-files", "--error-unmatch", file.name],
+            ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        ):
+            found = subprocess.run(
+                [*git, *command], capture_output=True, text=True, timeout=10, check=False
+            )
+            if found.returncode:
+                return None
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() or None
