@@ -114,6 +114,7 @@ def counted(monkeypatch):
     calls = []
     whole = Convolution.apply
     monkeypatch.setattr(convolution, "_many_on_gpu", lambda _: True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setattr(Convolution, "apply", lambda *args: calls.append(1) or whole(*args))
     return calls
 
