@@ -14,7 +14,7 @@ from fedbasin.core.catalogue import cards, needs_of
 from fedbasin.core.expressions import ExpressionError, parse, text
 from fedbasin.core.method import Context, Method, Plan, Served
 from fedbasin.core.rng import root
-from fedbasin.core.rule import Setting
+from fedbasin.core.rule import LocalRule, Setting
 from fedbasin.core.state import load, same, save
 from fedbasin.core.vectors import Layout
 from fedbasin.methods import IMA, WIMA, FedAdam, FedAvg, FedCDA, FedLAW
@@ -257,12 +257,18 @@ def test_a_merge_is_a_method():
         parse("fedcda(merge=prox)")
 
 
+class Warns(LocalRule):
+    """A rule with something to say."""
+
+    def cautions(self, setting):
+        yield "mind the step"
+
+
 def test_cautions_of_clients_and_merge_are_passed_on():
-    setting = Setting(0.0, 0.0, None, False, True)
-    plain = list(FedCDA().cautions(setting))
-    assert plain == []
-    (found,) = FedCDA(merge=parse("wima")).cautions(setting)
-    assert "BatchNorm" in found
+    setting = Setting(0.0, 0.0, None, False, statistics=True)
+    assert list(FedCDA().cautions(setting)) == []
+    first, second = FedCDA(local=Warns(), merge=parse("wima")).cautions(setting)
+    assert first == "mind the step" and "BatchNorm" in second
 
 
 def test_fedlaw_on_picked_models_obeys_the_laws():
