@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from fedbasin import Experiment, LocalConfig, PartitionConfig, SimConfig, SnapshotConfig, build, run
 from fedbasin.analyze import CATALOGUE, AnalysisError, Options, find
+from fedbasin.analyze.coherence import gradient_coherence
 from fedbasin.analyze.draw import draw
 from fedbasin.analyze.subject import label, resolve
 from fedbasin.cli import app, main
@@ -28,6 +29,7 @@ from fedbasin.core.figure_data import (
     Table,
 )
 from fedbasin.core.snapshot import Snapshots
+from fedbasin.core.vectors import shares
 from fedbasin.experiment.config import DataConfig
 from fedbasin.experiment.subjects import open_subject
 
@@ -63,6 +65,7 @@ def runs(tmp_path_factory):
     run(replace(BASE, seed=1, partition=fixed), home / "again")
     few = replace(BASE.sim, participation="count(clients=5)", dropout=0.5)
     run(replace(BASE, method="fedlaw(epochs=2)", sim=few), home / "few")
+    run(replace(BASE, method="fedcda(warmup=0, merge=fedlaw(epochs=2))", sim=few), home / "picks")
     run(replace(BASE, snapshots=SnapshotConfig()), home / "bare")
     return home
 
@@ -230,6 +233,18 @@ def test_coherence_weighs_by_learnt_lambdas_where_there_are_some(runs):
     assert found.panels[0].series[0].y[-1] == pytest.approx(total)
     names = [s.name.removeprefix("fedlaw(epochs=5), ") for s in panel(found, "groups").series]
     assert names == ["group 1", "group 1 with 2", "group 2"]
+
+
+def test_weights_of_clients_beyond_the_cohort_are_not_taken_for_the_cohorts(runs):
+    """fedcda(merge=fedlaw) weighs a model of every client seen."""
+    (subject,) = subjects(runs, "picks")
+    shot, lambdas = subject.snapshots.get(4), subject.records[3].notes["lambdas"]
+    assert len(lambdas) > len(shot.clients)
+    found = find("coherence")([subject])
+    by_samples = gradient_coherence(shot.start, shot.models, shares(shot.weights))
+    assert found.panels[0].series[0].y[-1] == pytest.approx(by_samples.cohort)
+    with pytest.raises(ValueError, match=r"clients beyond the cohort, as of fedcda\(merge="):
+        find("pearson")([subject])
 
 
 def test_classes_agree_with_the_summary(runs):

@@ -75,8 +75,9 @@ def test_a_method_asks_for_a_proxy_set_only_where_it_learns(tmp_path):
     lines = [json.loads(line) for line in text.splitlines()]
     assert [line["note_gamma"] for line in lines] == [0.9, 0.9]
     assert lines[0]["note_proxy_loss_before"] is None
-    learnt = invoke("run", str(config), "--method", "fedlaw", "--out", str(tmp_path / "learnt"))
-    assert learnt.exit_code == 1 and "data.proxy_per_class" in str(learnt.exception)
+    for method in ("fedlaw", "fedcda(merge=fedlaw)"):
+        learnt = invoke("run", str(config), "--method", method, "--out", str(tmp_path / "learnt"))
+        assert learnt.exit_code == 1 and "data.proxy_per_class" in str(learnt.exception)
 
 
 def test_compare_prints_a_table_and_draws_a_figure(tmp_path):

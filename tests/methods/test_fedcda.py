@@ -22,7 +22,7 @@ from fedbasin.core.state import same
 from fedbasin.core.vectors import Layout
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
 from fedbasin.local import Prox
-from fedbasin.methods import IMA, WIMA, FedAvg, FedCDA, FedProx
+from fedbasin.methods import IMA, WIMA, FedAvg, FedAvgM, FedCDA, FedLAW, FedProx
 from fedbasin.sim import run
 from fedbasin.testing import replies_of, toy_federation, trajectory
 
@@ -88,6 +88,9 @@ class NumpyFedCDA:
             chosen |= min(ways, key=lambda way: self.value(chosen | way))
         return {n: chosen[n] for n in cohort}
 
+    def merge(self, t, picked, weights):
+        return np.average(picked, axis=0, weights=weights)
+
     def draw(self, draws, client):
         rounds = [r[0] for r in self.cache[client][::-1]]
         return rounds.index(int(draws.choice(rounds)))
@@ -102,7 +105,9 @@ class NumpyFedCDA:
             warm = t < begins
             self.picked = newest if warm else self.picked | self.select(t, cohort)
             weights = [self.weight(n) for n in self.picked]
-            self.server = np.average([r[1] for r in self.picked.values()], axis=0, weights=weights)
+            picked = np.array([r[1] for r in self.picked.values()])
+            mean = np.average(picked, axis=0, weights=weights)
+            self.server = mean if warm else self.merge(t, picked, weights)
             if warm and self.method.warmup_by == "fedavg":
                 sizes = [self.world.sizes[n] for n in cohort]
                 self.server = np.average([trained[n][0] for n in cohort], axis=0, weights=sizes)
@@ -352,7 +357,9 @@ def timeless(folder):
 
 @pytest.mark.parametrize(
     ("inner", "stop"),
-    [(FedCDA(2, warmup=1), s) for s in (1, 3, 5)] + [(WIMA(FedCDA(2, warmup=1), window=3), 5)],
+    [(FedCDA(2, warmup=1), s) for s in (1, 3, 5)]
+    + [(WIMA(FedCDA(2, warmup=1), window=3), 5)]
+    + [(FedCDA(2, warmup=1, merge=FedAvgM(FedLAW(epochs=2))), 5)],
     ids=str,
 )
 def test_files_and_memory_and_a_run_killed_at_any_point_end_in_the_same_bits(tmp_path, inner, stop):

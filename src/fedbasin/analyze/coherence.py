@@ -102,8 +102,8 @@ def accumulate(
     for round, (cohort, weights) in enumerate(zip(cohorts, lambdas, strict=True), start=1):
         if len(cohort) != len(weights):
             raise ValueError(
-                f"round {round} has {len(weights)} weights for {len(cohort)} clients; the record "
-                "and the settings of the run do not belong together"
+                f"round {round} has {len(weights)} weights for {len(cohort)} clients: they are "
+                "of clients beyond the cohort, as of fedcda(merge=...), or of another run"
             )
         np.add.at(total, cohort, weights)
     return total

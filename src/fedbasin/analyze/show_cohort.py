@@ -260,8 +260,9 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
         for snapshot in subject.kept():
             start, models, weights, clients = _cohort(snapshot)
             share = shares(weights)
-            if snapshot.round in learnt:
-                share = torch.tensor(learnt[snapshot.round], dtype=torch.float64)
+            weighed = torch.tensor(learnt.get(snapshot.round, []), dtype=torch.float64)
+            if weighed.shape == share.shape:  # fedcda(merge=fedlaw) weighs other clients too
+                share = weighed
             found.append(gradient_coherence(start, models, share))
             overlap.append(heterogeneity_coherence(subject.data.counts, clients, share))
             grouped.append(group_coherence(found[-1].pairs, clients.tolist(), options.groups))
@@ -287,7 +288,7 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
         Lines("heterogeneity coherence", "round", "similarity", tuple(mixes)),
         Grid(title, "client of the cohort", "client", "cos", size, size, table(found[-1].pairs)),
     ]
-    weights_note = "lambda: as learnt where the method records it, else by samples"
+    weights_note = "lambda: as learnt where the method records the cohort's, else by samples"
     return Found(panels, [*notes, weights_note])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,11 @@ class Memory:
     rounds: Tensor  # [N, K] int64 round of each record, -1 while empty
     losses: Tensor  # [N, K] last-epoch loss of each record
     squares: Tensor  # [N, K] |w|^2 of each record
+    work: Tensor  # [N, K, 3] steps, lr_sum and lengths of each record, as in `Replies`
     picked: Tensor  # [N] int64 round of the picked record, -1 where none is
     weights: Tensor  # [N] weight of each client, 0 before it is seen
     total: Tensor  # [P] float64 weighted sum of the picked models
+    merge: Any = ()  # what a method that merges the picked models remembers
 
     def history(self, client: int) -> list[int]:
         """Return the rounds of a client's records, newest first."""
@@ -46,20 +49,23 @@ class Memory:
     ) -> Memory:
         """Put each reply in the place of its client's oldest record, with its weight [C]."""
         models, rounds, losses = list(self.models), self.rounds.clone(), self.losses.clone()
-        squares, known = self.squares.clone(), self.weights.clone()
+        squares, work, known = self.squares.clone(), self.work.clone(), self.weights.clone()
+        done = torch.stack([replies.steps, replies.lr_sum, replies.lengths], 1).to(work)
         for row, n in enumerate(replies.clients.tolist()):
             model, oldest = replies.models[row], int(rounds[n].argmin())
             rounds[n, oldest] = round
             losses[n, oldest] = float(replies.last_loss[row])
             exact = model.double()
             squares[n, oldest] = float(exact @ exact)
+            work[n, oldest] = done[row]
             known[n] = float(weights[row])
             if archive is not None:
                 archive.put(n, round, model)
             else:  # a copy, or one row would hold the whole cohort's replies in memory
                 own = model.to(models[n][oldest].device, copy=True)
                 models[n] = (*models[n][:oldest], own, *models[n][oldest + 1 :])
-        return Memory(tuple(models), rounds, losses, squares, self.picked, known, self.total)
+        tables = {"rounds": rounds, "losses": losses, "squares": squares, "work": work}
+        return replace(self, models=tuple(models), weights=known, **tables)
 
     def pick(
         self, clients: Sequence[int], rounds: Sequence[int], archive: Archive | None
@@ -81,6 +87,22 @@ class Memory:
                 total.sub_(model.to(total.device), alpha=float(self.weights[n]))
             picked[n] = -1
         return replace(self, total=total, picked=picked)
+
+    def picks(self, like: Tensor, archive: Archive | None) -> Replies:
+        """Return the picked models as replies, in the order of client ids, where `like` is."""
+        clients = torch.nonzero(self.picked >= 0)[:, 0]
+        models = [self.model(n, int(self.picked[n]), archive) for n in clients.tolist()]
+        mine = self.rounds[clients] == self.picked[clients, None]  # one record of each client
+        steps, lr_sum, lengths = self.work[clients][mine].to(like.device).unbind(1)
+        return Replies(
+            models=torch.stack([model.to(like) for model in models]),
+            weights=self.weights[clients].to(like.device),
+            clients=clients.to(like.device),
+            steps=steps,
+            lr_sum=lr_sum,
+            lengths=lengths,
+            last_loss=self.losses[clients][mine].to(like),
+        )
 
     @property
     def picked_weight(self) -> float:
@@ -114,6 +136,7 @@ def empty(clients: int, records: int, like: Tensor, *, where: str | None = "cpu"
         rounds=torch.full((clients, records), -1),
         losses=numbers,
         squares=numbers,
+        work=torch.zeros(clients, records, 3, dtype=torch.float64),
         picked=torch.full((clients,), -1),
         weights=torch.zeros(clients, dtype=torch.float64),
         total=torch.zeros_like(like, dtype=torch.float64),

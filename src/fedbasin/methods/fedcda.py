@@ -16,17 +16,21 @@ With weights omega_n each 1/M above is omega_n / sum omega ("samples": omega_n =
 
 Departures from the paper: clients that were never seen have no model and are left out of all
 means, where the paper divides by N. T_w is 0.25 R by default, the paper's 50 of 200 rounds.
-Equal J picks the newest model. `polish`, `weighting` and `store` are ours.
+Equal J picks the newest model. `polish`, `weighting`, `merge` and `store` are ours. The paper
+calls other aggregation rules orthogonal: `merge` is one, such as fedlaw, in place of the mean
+wbar. It is handed the picked models as if all M clients had just sent them, with weights omega_n
+and from the model x that was sent, and it acts from round T_w on; J stays as above.
 Cost: one model down, one up. With C clients in a cohort: one product of a [C K, P] matrix with
 itself, then sum_b K^|batch b| combinations of a few additions each (at most 2e7). Memory:
 N K P numbers + 8 P bytes; with store="disk" these numbers lie in files, and main memory holds
-what a round looks at, the C K P of its cohort, mapped.
+what a round looks at, the C K P of its cohort, mapped. `merge` reads all M P numbers in a round.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -36,8 +40,8 @@ from torch import Tensor
 from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import entry
 from fedbasin.core.memory import Memory, empty
-from fedbasin.core.method import Context, Method, Replies, ReplyError, Served
-from fedbasin.core.rule import Rules
+from fedbasin.core.method import Context, Method, Replies, ReplyError, Served, Wrapper
+from fedbasin.core.rule import Rules, Setting
 from fedbasin.core.selection import Candidates, check_combinations, choose, gram
 from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
@@ -77,6 +81,8 @@ class FedCDA(Method):
         polish: after ``"greedy"``, change one client at a time for as long as J falls.
         warmup_by: what the first rounds send: ``"fedavg"`` (n_n weights) or ``"newest"``, the
             mean of the newest model of every client seen.
+        merge: a method of the server alone that merges the picked models, as in
+            ``fedcda(merge=fedlaw)``; None is their mean.
         store: keep models in main ``"memory"``, on the server's ``"device"`` or on ``"disk"``.
         local: rules that clients follow beyond SGD.
     """
@@ -90,6 +96,7 @@ class FedCDA(Method):
     weighting: Weighting = "uniform"
     polish: bool = False
     warmup_by: Literal["fedavg", "newest"] = "fedavg"
+    merge: Method | None = None
     store: Store = "memory"
     local: Rules = ()
 
@@ -106,12 +113,23 @@ class FedCDA(Method):
             raise ValueError(f"smoothness must be at least 0, got {self.smoothness}")
         if self.polish and self.strategy != "greedy":
             raise ValueError(f"polish improves strategy='greedy', got strategy={self.strategy!r}")
+        if self.merge is not None:
+            _check_merge(self.merge)
 
     def init(self, server: Tensor, context: Context) -> Memory:
-        """Start with an empty memory."""
+        """Start with an empty memory, beside it the state of `merge`."""
         self._files(context)  # says what is missing before the run
         where = {"memory": "cpu", "device": str(server.device), "disk": None}[self.store]
-        return empty(context.clients, self.memory, server, where=where)
+        memory = empty(context.clients, self.memory, server, where=where)
+        if self.merge is None:
+            return memory
+        return replace(memory, merge=self.merge.init(server, context))
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Pass the cautions of `merge` on."""
+        yield from super().cautions(setting)
+        if self.merge is not None:
+            yield from self.merge.cautions(setting)
 
     def begins(self, context: Context) -> int:
         """Return T_w, the first round whose models are picked across rounds."""
@@ -121,7 +139,7 @@ class FedCDA(Method):
     def aggregate(
         self, state: Memory, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, Memory]:
-        """Remember the replies, pick a model of each client that sent one, and average."""
+        """Remember the replies, pick a model of each client that sent one, and merge."""
         cohort, files, now = self._checked(replies), self._files(context), context.round
         clients = cohort.clients.tolist()
         weights = cohort.weights if self.weighting == "samples" else torch.ones(len(clients))
@@ -144,7 +162,10 @@ class FedCDA(Method):
             age=float((now - after.picked[after.picked >= 0]).double().mean()),
             older=sum(round != now for round in picks) / len(clients),
         )
-        return Served(model, model, notes), after
+        if warm or self.merge is None:
+            return Served(model, model, notes), after
+        merged, own = self.merge.aggregate(after.merge, server, after.picks(server, files), context)
+        return merged.noted(notes), replace(after, merge=own)
 
     def _pick(
         self, fixed: Memory, server: Tensor, clients: list[int], context: Context
@@ -196,3 +217,21 @@ class FedCDA(Method):
                 "put an Archive into its context"
             )
         return context.archive if self.store == "disk" else None
+
+
+def _check_merge(merge: Method) -> None:
+    """Refuse a method that cannot merge picked models, saying what to write instead."""
+    base, plans = merge, False
+    while isinstance(base, Wrapper):
+        plans |= type(base).plan is not Wrapper.plan
+        base = base.inner
+    plans |= type(base).plan is not Method.plan
+    if merge.rules() or merge.probes:
+        why = "asks something of the clients; rules for them go into fedcda(local=...)"
+    elif plans:
+        why = "sets how clients train; put it around fedcda, as in ima(fedcda)"
+    elif isinstance(base, FedCDA):
+        why = "picks models itself; give its settings to the one fedcda"
+    else:
+        return
+    raise ValueError(f"merge={merge} {why}")
