@@ -1,13 +1,13 @@
 """The convolution of many clients: its operators, its kernels (interpreted), its gradient."""
 
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from models.interpreted_kernels import SHAPES, one_by_one, problem
 from torch.nn import functional as F
 
 from fedbasin.models import convolution
@@ -21,9 +21,6 @@ from fedbasin.models.convolution import (
 from fedbasin.sim.tracing import Compiled
 
 SCRIPT = Path(__file__).with_name("interpreted_kernels.py")
-SHAPES, one_by_one, problem = map(
-    runpy.run_path(str(SCRIPT)).__getitem__, ("SHAPES", "one_by_one", "problem")
-)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,0 +1,135 @@
+"""A GPU against the CPU: kernels, executors, every method. Skips without a GPU.
+
+FEDBASIN_TEST_DEVICE=cpu runs the same comparisons on a CPU, to try the tests themselves.
+"""
+
+import os
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from models.interpreted_kernels import SHAPES, one_by_one, problem
+
+from fedbasin import Experiment, run
+from fedbasin.core.catalogue import cards
+from fedbasin.core.expressions import parse, text
+from fedbasin.core.method import Plan
+from fedbasin.core.net import Net
+from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.data.transform import Transform
+from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
+from fedbasin.local import SGD, Trainer
+from fedbasin.models.convolution import image_gradients, outputs_of, weight_gradients
+from fedbasin.sim import LoopExecutor, Population
+from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.cohort import CohortExecutor
+from fedbasin.sim.loop import Sent
+
+DEVICE = os.environ.get("FEDBASIN_TEST_DEVICE", "cuda")
+KEY = root(5)
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no GPU"
+)
+
+
+@pytest.fixture(autouse=True)
+def rounded():
+    """Let products round to tf32, which is where the kernels are at work."""
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.backends.cudnn.allow_tf32 = before[0]
+    torch.set_float32_matmul_precision(before[1])
+
+
+def distance(ours, theirs):
+    """How far two tensors are apart, as a share of the second's length."""
+    ours, theirs = ours.double().cpu(), theirs.double().cpu()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (64, 64, 5, 1, 0, 14, 50, 3), (128, 128, 3, 1, 1, 8, 9, 2)]
+)
+def test_kernels_are_convolutions_one_by_one(shape, dtype):
+    _, _, window, stride, padding, size, *_ = shape
+    exact = problem(shape)
+    x, w, bias, dy = (t.to(DEVICE, dtype) for t in exact)
+    wanted = one_by_one(*(t.to(dtype).double() for t in exact), stride, padding)
+    found = (
+        outputs_of(x, w, bias, stride, padding),
+        image_gradients(dy, w, [size, size], stride, padding),
+        weight_gradients(dy, x, [window, window], stride, padding),
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert distance(ours, theirs) < (2e-3 if dtype == torch.float32 else 1e-2)
+
+
+def trainer_and_people(model, mixed):
+    rng, shape, sizes = KEY.fold("data").numpy(), (3, 32, 32), (95, 40, 11, 7, 130, 64)
+    inputs = rng.integers(0, 256, (sum(sizes), *shape), dtype=np.uint8)
+    ends = np.cumsum(sizes)
+    rows = [np.arange(end - n, end) for n, end in zip(sizes, ends, strict=True)]
+    people = Population.of(inputs, rng.integers(0, 10, sum(sizes)), rows, DEVICE)
+    with torch_draws_from(KEY):
+        net = Net(parse(model, "model")(shape, 10), DEVICE, mixed=mixed)
+    transform = Transform((0.5,) * 3, (0.25,) * 3, augment=True, kind="image")
+    return Trainer(net, (), SGD(0.9, 1e-3), 16, transform, 10), people
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["tf32", "bf16"])
+@pytest.mark.parametrize("model", ["cifar_cnn", "pfl_cnn", "resnet8"])
+def test_a_cohort_trains_as_a_loop_does(model, mixed):
+    trainer, people = trainer_and_people(model, mixed)
+    vector, buffers = trainer.net.initial()
+    sent, everyone = Sent(vector, buffers, (), 0), np.arange(len(people.sizes))
+    executors = [
+        LoopExecutor(trainer, people, KEY),
+        CohortExecutor(trainer, people, KEY, compiled=False),
+        CohortExecutor(trainer, people, KEY, compiled=True),
+        CohortExecutor(trainer, people, KEY, compiled=False, chunk=2),
+    ]
+    updates = [
+        each.train(everyone, sent, Plan(0.01, 2), ClientStates((), vector)).replies.models - vector
+        for each in executors
+    ]
+    assert executors[2].counters.compiled <= 2
+    for update in updates[1:]:
+        assert distance(update, updates[0]) < (0.25 if mixed else 0.05)
+
+
+METHODS = [text(card.make()) for card in cards("method")]
+
+
+@pytest.mark.parametrize(
+    "method", [*METHODS, "ima(fedadam(lr=0.01), window=2)", "fedcda(merge=fedlaw, warmup=0)"]
+)
+def test_every_method_does_on_a_gpu_what_it_does_on_a_cpu(method, tmp_path):
+    base = Experiment(
+        method=method,
+        model="lenet",
+        rounds=3,
+        data=DataConfig(name="digits", proxy_per_class=5),
+        partition=PartitionConfig(how="dirichlet(alpha=0.5, minimum=4)", clients=10),
+        local=LocalConfig(lr=0.02, epochs=1, batch=16, clip=10.0),
+        sim=SimConfig(participation="fraction(rate=0.4)", compile="off"),
+    )
+    devices = {
+        "cpu": SimConfig(device="cpu", executor="loop", precision="fp32"),
+        "gpu": SimConfig(device=DEVICE, executor="cohort", precision="fp32"),
+    }
+    found = {}
+    for name, sim in devices.items():
+        sim = replace(sim, participation=base.sim.participation, compile="off")
+        records = found[name] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # cautions of methods about their settings
+            run(replace(base, sim=sim), tmp_path / name, on_round=records.append)
+    for field in ("train_loss", "model_norm", "update_norm"):
+        cpu, gpu = ([getattr(r, field) for r in found[name]] for name in devices)
+        np.testing.assert_allclose(gpu, cpu, rtol=5e-3, err_msg=field)
