@@ -82,6 +82,7 @@ def trainer_and_people(model, mixed):
     return Trainer(net, (), SGD(0.9, 1e-3), 16, transform, 10), people
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("mixed", [False, True], ids=["tf32", "bf16"])
 @pytest.mark.parametrize("model", ["cifar_cnn", "pfl_cnn", "resnet8"])
 def test_a_cohort_trains_as_a_loop_does(model, mixed):

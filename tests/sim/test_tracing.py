@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fedbasin.sim.tracing import WIDTHS, Compiled, Unlike, generalised, traced
 
@@ -58,7 +59,14 @@ def by_length(progress, course, data):
     return (total,)
 
 
-@pytest.mark.parametrize("odd", [by_square, by_cases, by_length])
+def by_groups(progress, course, data):
+    """A convolution of torch's own: `vmap` makes clients its groups."""
+    images = torch.arange(2 * 25, dtype=torch.float64).reshape(1, 2, 5, 5)
+    convolve = torch.func.vmap(lambda row: F.conv2d(images + row[0], row.reshape(3, 2, 1, 1)))
+    return (convolve(progress[0]),)
+
+
+@pytest.mark.parametrize("odd", [by_square, by_cases, by_length, by_groups])
 def test_a_step_that_knows_its_number_of_clients_is_compiled_for_each(odd):
     compiled = Compiled(odd, "aot_eager")
     for clients in (2, 9, 2, 9):

@@ -27,6 +27,9 @@ Flat = Callable[..., Sequence[Tensor]]
 WIDTHS = (5, 7, 11)  # numbers of clients that are traced; primes, lest constants agree by chance
 
 
+_GROUPED = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
 class Unlike(ValueError):
     """Graphs that differ by more than the number of clients."""
 
@@ -104,7 +107,7 @@ class _Graph:
         """Whether the graph is good for inputs of so many clients."""
         if not self._free:
             return len(leaves[0]) == self._clients
-        return self._shapes.evaluate_guards_for_args(self._inputs, leaves)
+        return self._shapes.evaluate_guards_for_args(self._inputs, leaves, ignore_static=False)
 
 
 def _sizes(leaf: Tensor, free: bool) -> StatelessSymbolicContext[Any, Any]:
@@ -153,6 +156,8 @@ def generalised(graphs: Sequence[GraphModule]) -> GraphModule:
             raise Unlike(f"{same[0]} is another operator for another number of clients")
         values = zip(*(leaves for leaves, _ in flat), strict=True)
         arguments = [_argument(same[0], clients, each) for each in values]
+        if same[0].target in _GROUPED and arguments != flat[0][0]:
+            raise Unlike(f"{same[0]} has a group for each client, a number that compilers fix")
         same[0].args, same[0].kwargs = tree_unflatten(arguments, flat[0][1])
     graphs[0].recompile()
     return graphs[0]
