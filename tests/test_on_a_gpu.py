@@ -99,7 +99,7 @@ def test_a_cohort_trains_as_a_loop_does(model, mixed):
         each.train(everyone, sent, Plan(0.01, 2), ClientStates((), vector)).replies.models - vector
         for each in executors
     ]
-    assert executors[2].counters.compiled <= 2
+    assert DEVICE != "cuda" or executors[2].counters.compiled <= 2
     for update in updates[1:]:
         assert distance(update, updates[0]) < (0.25 if mixed else 0.05)
 

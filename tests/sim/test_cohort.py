@@ -172,6 +172,18 @@ def test_a_run_compiles_a_handful_of_shapes_and_never_again():
     assert seen[-1] == seen[2] <= 2  # one client, and any number more
 
 
+def test_a_step_that_is_compiled_for_each_size_takes_fewer_sizes():
+    """On a CPU clients are groups of torch's convolution."""
+    sizes = (29, 25, 21, 17, 13, 9, 5)
+    network = "fmnist_cnn(channels=(3, 3), widths=(8, 6))"
+    loop, cohort = executors(network, (1, 16, 16), sizes=sizes, sgd=SGD(0.9))
+    compiled = replace(cohort, compiled=True, backend="eager")
+    everyone = tuple(range(7))
+    ends = [trained(e, Plan(0.1, 1), cohort=everyone, rounds=2) for e in (loop, compiled)]
+    assert_equal(*ends)
+    assert compiled.counters.compiled == 4  # 7, 4, 2 and 1
+
+
 def test_a_step_that_cannot_be_compiled_runs_as_it_is_and_says_so():
     _, cohort = executors("logistic", (1, 6, 6))
     broken = replace(cohort, compiled=True, backend="no such compiler")

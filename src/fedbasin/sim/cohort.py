@@ -35,6 +35,7 @@ from fedbasin.sim.survey import gradients, survey
 from fedbasin.sim.tracing import Compiled
 
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 50, 64, 80, 100)  # finer wastes less
+COARSE = (1, 2, 4, 7, 10, 16, 25, 40, 64, 100)  # for a step that is compiled for each size
 
 
 class Unsupported(RuntimeError):
@@ -47,9 +48,9 @@ def by_transform(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
     return gradient, aux
 
 
-def rung(active: int) -> int:
+def rung(active: int, ladder: tuple[int, ...] = LADDER) -> int:
     """Return the smallest size of the ladder that holds so many clients."""
-    return next((size for size in LADDER if size >= active), -(-active // 50) * 50)
+    return next((size for size in ladder if size >= active), -(-active // 50) * 50)
 
 
 @dataclass
@@ -270,8 +271,9 @@ class CohortExecutor(Executor):
         done, last = 0, int(steps.max())
         while done < last:
             active = int((steps > done).sum())
-            width = min(rung(active), len(steps))
-            below = [size for size in LADDER if size < width]
+            ladder = COARSE if any(step.fixed for step in self._steps.values()) else LADDER
+            width = min(rung(active, ladder), len(steps))
+            below = [size for size in ladder if size < width]
             # Stay at this width until the active clients fit the next rung below.
             fits = int(steps[below[-1]]) if below else last
             until = min(max(fits, done + 1), last)

@@ -56,6 +56,11 @@ class Compiled:
         """How often the step was compiled."""
         return len(self._graphs)
 
+    @property
+    def fixed(self) -> bool:
+        """Whether it must be compiled for every number of clients."""
+        return any(graph.clients > 1 and not graph.free for graph in self._graphs)
+
     def __call__(self, progress: Any, course: Any, *data: Tensor) -> Any:
         """Return what the step returns."""
         leaves, given = tree_flatten((progress, course, *data))
@@ -85,10 +90,10 @@ class _Graph:
     """
 
     def __init__(self, flat: Flat, leaves: list[Tensor], mapped: list[bool], backend: str) -> None:
-        self._clients = len(leaves[0])
-        graph, self._free = _any_number(flat, leaves, mapped), True
+        self.clients = len(leaves[0])
+        graph, self.free = _any_number(flat, leaves, mapped), True
         if graph is None:
-            graph, self._free = traced(flat, leaves, mapped, self._clients), False
+            graph, self.free = traced(flat, leaves, mapped, self.clients), False
         self._shapes = ShapeEnv()
         mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
         self._inputs = [
@@ -96,7 +101,7 @@ class _Graph:
                 leaf,
                 # without a name, lest the value of a scalar be taken for a constant
                 source=ConstantSource(f"input{i}") if leaf.dim() else None,
-                symbolic_context=_sizes(leaf, mapped[i] and self._free),
+                symbolic_context=_sizes(leaf, mapped[i] and self.free),
             )
             for i, leaf in enumerate(leaves)
         ]
@@ -105,8 +110,8 @@ class _Graph:
 
     def fits(self, leaves: list[Tensor]) -> bool:
         """Whether the graph is good for inputs of so many clients."""
-        if not self._free:
-            return len(leaves[0]) == self._clients
+        if not self.free:
+            return len(leaves[0]) == self.clients
         return self._shapes.evaluate_guards_for_args(self._inputs, leaves, ignore_static=False)
 
 
