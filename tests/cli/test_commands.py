@@ -3,6 +3,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from rich.text import Text
 from typer.testing import CliRunner
 
 from fedbasin.cli import app, main
@@ -187,3 +189,16 @@ def test_runs_that_use_all_workers_of_ray_are_compared_one_by_one(monkeypatch, t
         invoke("compare", "fedavg", "--out", str(tmp_path), "--set", f"sim.executor={executor}",
                "--device", "cpu")  # fmt: skip
     assert seen == [1, 3]
+
+
+def test_help_loses_no_word_to_markup():
+    """Rich takes a [word] in brackets for a style, and drops it."""
+    waiting, lost = [typer.main.get_command(app)], []
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        for said in (command.help, *(getattr(each, "help", None) for each in command.params)):
+            plain = (said or "").replace("[bold]", "").replace("[/bold]", "")
+            if Text.from_markup(plain).plain != plain:
+                lost.append(plain)
+    assert not lost

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Run the same methods in a real federation, on Flower (needs the extra fedbasin[flower]).",
+    help="Run the same methods in a real federation, on Flower (needs the extra flower).",
 )
 console = Console()
 

@@ -36,7 +36,7 @@ def private_counts(
 ) -> None:
     """Gather made-up class counts under encryption; print sizes and times beside the paper's.
 
-    Needs the extra fedbasin[he]. Every sum is decrypted and compared with the plain one.
+    Needs the extra he. Every sum is decrypted and compared with the plain one.
     """
     try:
         numbers = [int(part) for part in classes.split(",")]
