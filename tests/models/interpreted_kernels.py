@@ -62,7 +62,7 @@ def main():
             return int(value.item()) if isinstance(value, np.ndarray) else int(value, *rest)
 
     interpreter.int = Whole
-    from fedbasin.models import kernels
+    from fedbasin.models import convolution_kernels as kernels
 
     for shape in SHAPES:
         check(kernels, shape)

@@ -2,7 +2,7 @@
 
 Under `vmap` over clients, torch turns a convolution into a grouped one, which cuDNN runs client
 after client. In training on CUDA, this layer calls kernels in which clients are an axis of the
-launch (`kernels`); everywhere else it is `nn.Conv2d`.
+launch (`convolution_kernels`); everywhere else it is `nn.Conv2d`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Last(torch.autograd.Function):
 def outputs_of(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
     """Return outputs [A, B, N, OH, OW] of images [A, B, C, H, W] and weights [A, N, C, K, L]."""
     if x.is_cuda:
-        from fedbasin.models import kernels
+        from fedbasin.models import convolution_kernels as kernels
 
         return kernels.outputs_of(x, w, bias, stride, padding)
     all_bias = None if bias is None else bias.flatten()
@@ -149,7 +149,7 @@ def outputs_of(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: 
 def image_gradients(dy: Tensor, w: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
     """Return the gradients of images [A, B, C, H, W] from those of outputs; `size` is (H, W)."""
     if dy.is_cuda:
-        from fedbasin.models import kernels
+        from fedbasin.models import convolution_kernels as kernels
 
         return kernels.image_gradients(dy, w, size, stride, padding)
     shape = (dy.shape[1], len(dy) * w.shape[2], *size)
@@ -162,7 +162,7 @@ def image_gradients(dy: Tensor, w: Tensor, size: list[int], stride: int, padding
 def weight_gradients(dy: Tensor, x: Tensor, window: list[int], stride: int, padding: int) -> Tensor:
     """Return the gradients of weights [A, N, C, K, L] from those of outputs; `window` is (K, L)."""
     if x.is_cuda:
-        from fedbasin.models import kernels
+        from fedbasin.models import convolution_kernels as kernels
 
         return kernels.weight_gradients(dy, x, window, stride, padding)
     shape = (len(x) * dy.shape[2], x.shape[2], *window)
