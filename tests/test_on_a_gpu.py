@@ -3,6 +3,7 @@
 FEDBASIN_TEST_DEVICE=cpu runs the same comparisons on a CPU, to try the tests themselves.
 """
 
+import gc
 import os
 import warnings
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from models.interpreted_kernels import SHAPES, one_by_one, problem
+from torch.nn import functional as F
 
 from fedbasin import Experiment, run
 from fedbasin.core.catalogue import cards
@@ -64,7 +66,7 @@ def test_kernels_are_convolutions_one_by_one(shape, dtype):
     found = (
         outputs_of(x, w, bias, stride, padding),
         image_gradients(dy, w, [size, size], stride, padding),
-        weight_gradients(dy, x, [window, window], stride, padding),
+        weight_gradients(dy, F.pad(x, (padding,) * 4), [window, window], stride),
     )
     for ours, theirs in zip(found, wanted, strict=True):
         assert distance(ours, theirs) < (2e-3 if dtype == torch.float32 else 1e-2)
@@ -82,26 +84,51 @@ def trainer_and_people(model, mixed):
     return Trainer(net, (), SGD(0.9, 1e-3), 16, transform, 10), people
 
 
+def update_of(executor, epochs=2):
+    """What two epochs change in the models of everyone."""
+    vector, buffers = executor.trainer.net.initial()
+    everyone = np.arange(len(executor.population.sizes))
+    states = ClientStates((), vector)
+    gathered = executor.train(everyone, Sent(vector, buffers, (), 0), Plan(0.01, epochs), states)
+    return gathered.replies.models - vector
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("mixed", [False, True], ids=["tf32", "bf16"])
 @pytest.mark.parametrize("model", ["cifar_cnn", "pfl_cnn", "resnet8"])
-def test_a_cohort_trains_as_a_loop_does(model, mixed):
+def test_a_cohort_is_as_exact_as_a_loop(model, mixed):
+    """Rounded products part ways as steps go by; a cohort may lie no further off than a loop."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    exact = update_of(LoopExecutor(*trainer_and_people(model, False), KEY))
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     trainer, people = trainer_and_people(model, mixed)
-    vector, buffers = trainer.net.initial()
-    sent, everyone = Sent(vector, buffers, (), 0), np.arange(len(people.sizes))
-    executors = [
-        LoopExecutor(trainer, people, KEY),
+    of_loop = distance(update_of(LoopExecutor(trainer, people, KEY)), exact)
+    compiled = CohortExecutor(trainer, people, KEY, compiled=True)
+    for executor in (
         CohortExecutor(trainer, people, KEY, compiled=False),
-        CohortExecutor(trainer, people, KEY, compiled=True),
+        compiled,
         CohortExecutor(trainer, people, KEY, compiled=False, chunk=2),
-    ]
-    updates = [
-        each.train(everyone, sent, Plan(0.01, 2), ClientStates((), vector)).replies.models - vector
-        for each in executors
-    ]
-    assert DEVICE != "cuda" or executors[2].counters.compiled <= 2
-    for update in updates[1:]:
-        assert distance(update, updates[0]) < (0.25 if mixed else 0.05)
+    ):
+        assert distance(update_of(executor), exact) < 2 * of_loop + 1e-4
+    assert DEVICE != "cuda" or compiled.counters.compiled <= 2
+
+
+def test_graphs_that_die_meanwhile_do_not_disturb_a_capture():
+    trainer, people = trainer_and_people("cifar_cnn", False)
+    thresholds = gc.get_threshold()
+    try:
+        gc.disable()
+        old = CohortExecutor(trainer, people, KEY, compiled=False)
+        first = update_of(old, epochs=1)
+        old.counters.itself = old  # only the collector can free it, and its captured steps
+        del old
+        gc.enable()
+        gc.set_threshold(1, 1, 1)
+        again = update_of(CohortExecutor(trainer, people, KEY, compiled=False), epochs=1)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    assert torch.equal(first, again)
 
 
 METHODS = [text(card.make()) for card in cards("method")]
@@ -121,8 +148,8 @@ def test_every_method_does_on_a_gpu_what_it_does_on_a_cpu(method, tmp_path):
         sim=SimConfig(participation="fraction(rate=0.4)", compile="off"),
     )
     devices = {
-        "cpu": SimConfig(device="cpu", executor="loop", precision="fp32"),
-        "gpu": SimConfig(device=DEVICE, executor="cohort", precision="fp32"),
+        "cpu": SimConfig(device="cpu", executor="loop", precision="fp64"),
+        "gpu": SimConfig(device=DEVICE, executor="cohort", precision="fp64"),
     }
     found = {}
     for name, sim in devices.items():
@@ -133,4 +160,4 @@ def test_every_method_does_on_a_gpu_what_it_does_on_a_cpu(method, tmp_path):
             run(replace(base, sim=sim), tmp_path / name, on_round=records.append)
     for field in ("train_loss", "model_norm", "update_norm"):
         cpu, gpu = ([getattr(r, field) for r in found[name]] for name in devices)
-        np.testing.assert_allclose(gpu, cpu, rtol=5e-3, err_msg=field)
+        np.testing.assert_allclose(gpu, cpu, rtol=1e-6, err_msg=field)

@@ -4,7 +4,7 @@
 
 Layers of the papers' networks, ten clients of batch 50 (pfl-research's: fifty of batch 10), tf32.
 Forwards, gradients of images and of weights, each captured as a graph of ten calls. cuDNN gets what
-`vmap` would hand it, with its autotuner on; our kernels get images with channels innermost.
+`vmap` would hand it, with its autotuner on; our kernels get images as the compiled step has them.
 """
 
 import argparse
@@ -70,6 +70,8 @@ def measure(name):
 
     x, dy = inside(clients, batch, size, size, channels), inside(clients, batch, out, out, outputs)
     w = drawn(clients, outputs, channels, window, window)
+    by_output, padded = drawn(*dy.shape), F.pad(x, (padding,) * 4).contiguous()
+    by_output = by_output.transpose(1, 2).contiguous().transpose(1, 2)
     how, grouped = (stride, padding), {"groups": clients}
     gx, gy = (t.transpose(0, 1).flatten(1, 2).contiguous() for t in (x, dy))
     gw = w.flatten(0, 1)
@@ -83,7 +85,7 @@ def measure(name):
             lambda: grad.conv2d_input(gx.shape, gw, gy, *how, **grouped),
         ),
         "weights": (
-            lambda: weight_gradients(dy, x, [window, window], *how),
+            lambda: weight_gradients(by_output, padded, [window, window], stride),
             lambda: grad.conv2d_weight(gx, gw.shape, gy, *how, **grouped),
         ),
     }

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn import grad
 
+FEW = 8  # channels below which it makes no difference how images lie in memory
+
 
 class Conv2d(nn.Conv2d):
     """`nn.Conv2d`, with kernels of its own for many clients on CUDA.
@@ -89,7 +91,8 @@ class Convolution(torch.autograd.Function):
     def forward(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
         """Return the outputs [B, N, OH, OW] of images [B, C, H, W] and weights [N, C, K, L]."""
         biases = None if bias is None else bias[None]
-        return outputs_of(x[None], w[None], biases, stride, padding)[0]
+        x = x if x.shape[1] < FEW else _inside(x)
+        return outputs_of(x[None], _inside(w)[None], biases, stride, padding)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -101,11 +104,27 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the images, if anybody asks for them, of weights and biases."""
         x, w = ctx.saved_tensors
-        how, dx = (ctx.stride, ctx.padding), None
+        dx, size, window = None, list(x.shape[2:]), list(w.shape[2:])
         if ctx.needs_input_grad[0]:
-            dx = _last(image_gradients(dy[None], w[None], list(x.shape[2:]), *how)[0])
-        dw = _last(weight_gradients(dy[None], x[None], list(w.shape[2:]), *how)[0])
-        return dx, dw, dy.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None, None, None
+            turned = _inside(w.transpose(0, 1)).transpose(0, 1)
+            found = image_gradients(_inside(dy)[None], turned[None], size, ctx.stride, ctx.padding)
+            dx = _last(found[0])
+        whole = torch.promote_types(x.dtype, torch.float32)  # for halves: their products are exact
+        padded = x.to(whole).contiguous()
+        if ctx.padding:
+            padded = F.pad(padded, (ctx.padding,) * 4)
+        by_output = dy.to(whole).transpose(0, 1).contiguous().transpose(0, 1)
+        dw = _last(weight_gradients(by_output[None], padded[None], window, ctx.stride)[0])
+        db = dy.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
+        return dx, dw.to(w.dtype), db, None, None
+
+
+def _inside(x: Tensor) -> Tensor:
+    """Return a tensor [B, C, H, W] with channels innermost in memory.
+
+    Said here, and not left to the kernels, so that the compiler has whatever makes it write it so.
+    """
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def _last(gradient: Tensor) -> Tensor:
@@ -159,14 +178,17 @@ def image_gradients(dy: Tensor, w: Tensor, size: list[int], stride: int, padding
 
 
 @operator
-def weight_gradients(dy: Tensor, x: Tensor, window: list[int], stride: int, padding: int) -> Tensor:
-    """Return the gradients of weights [A, N, C, K, L] from those of outputs; `window` is (K, L)."""
+def weight_gradients(dy: Tensor, x: Tensor, window: list[int], stride: int) -> Tensor:
+    """Return the gradients of weights [A, N, C, K, L] from those of outputs and padded images.
+
+    `window` is (K, L).
+    """
     if x.is_cuda:
         from fedbasin.models import convolution_kernels as kernels
 
-        return kernels.weight_gradients(dy, x, window, stride, padding)
+        return kernels.weight_gradients(dy, x, window, stride)
     shape = (len(x) * dy.shape[2], x.shape[2], *window)
-    dw = grad.conv2d_weight(_grouped(x), shape, _grouped(dy), stride, padding, groups=len(x))
+    dw = grad.conv2d_weight(_grouped(x), shape, _grouped(dy), stride, groups=len(x))
     found: Tensor = dw.unflatten(0, (len(x), -1)).contiguous()
     return found
 
@@ -182,9 +204,7 @@ def _shape_of_images(dy: Tensor, w: Tensor, size: list[int], stride: int, paddin
     return dy.new_empty(*dy.shape[:2], *size, w.shape[2]).permute(0, 1, 4, 2, 3)
 
 
-def _shape_of_weights(
-    dy: Tensor, x: Tensor, window: list[int], stride: int, padding: int
-) -> Tensor:
+def _shape_of_weights(dy: Tensor, x: Tensor, window: list[int], stride: int) -> Tensor:
     return x.new_empty(x.shape[0], dy.shape[2], x.shape[2], *window)
 
 

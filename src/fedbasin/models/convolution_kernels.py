@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import grad
+
+from fedbasin.models.convolution import FEW
 
 _PROGRAMS = 264  # about two for each multiprocessor of a large GPU
-_LARGE = 140_000  # weights of a layer whose gradients cuDNN finds faster, client by client
 
 
 @triton.jit
@@ -121,11 +121,6 @@ def _outer(
     x,
     dy,
     dw,
-    x_client,
-    x_row,
-    x_height,
-    x_width,
-    x_channel,
     A,
     LENGTH,
     M: tl.constexpr,
@@ -138,62 +133,39 @@ def _outer(
     KH: tl.constexpr,
     KW: tl.constexpr,
     STRIDE: tl.constexpr,
-    PAD: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """dw[s, a, n, c, t] = sum over positions m of part s of x[a, at(m, t), c] dy[a, m, n].
+    """dw[s, a, n, k] = sum over positions m of part s of x[a, at(m, k)] dy[a, n, m].
 
-    A part is LENGTH blocks of BM positions.
+    k is a channel and a tap of the window, at(m, k) the pixel that it looks at from position m. A
+    part is LENGTH blocks of BM positions. Positions are innermost in memory on both sides, as
+    tensor cores want it for the axis that is summed over; neighbouring k read the same pixels.
     """
     T: tl.constexpr = KH * KW
     tiles = tl.cdiv(N, BN)
     tile = tl.program_id(0)
     a = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
+    k = (tile // tiles) * BK + tl.arange(0, BK)
     n = (tile % tiles) * BN + tl.arange(0, BN)
+    some_k = k < C * T
     some_n = n < N
-    x += a * x_client
-    dy += a * (M * N)
+    x += a * (M // (OH * OW) * C * H * W)
+    dy += a * (N * M)
+    tap = (k // T) * (H * W) + (k % T // KW) * W + k % KW
     total = tl.zeros((BK, BN), dtype=tl.float32)
-    if C % BK == 0:  # a block lies within one tap
-        first = (tile // tiles) * BK
-        t = first // C
-        c = first % C + tl.arange(0, BK)
-        some_k = c < C
-        for i in range(LENGTH):
-            m = (part * LENGTH + i) * BM + tl.arange(0, BM)
-            up = (m // OW) % OH * STRIDE + t // KW - PAD
-            left = m % OW * STRIDE + t % KW - PAD
-            some = m < M
-            out = dy + m.to(tl.int64)[:, None] * N + n[None, :]
-            gradient = tl.load(out, some[:, None] & some_n[None, :], 0.0)
-            if PAD > 0:
-                some = some & (up >= 0) & (left >= 0) & (up < H) & (left < W)
-            at = (m // (OH * OW)).to(tl.int64) * x_row + up * x_height + left * x_width
-            seen = tl.load(x + at[None, :] + (c * x_channel)[:, None], some[None, :], 0.0)
-            total = tl.dot(seen, gradient, total)
-        tc = first + tl.arange(0, BK)
-    else:
-        tc = (tile // tiles) * BK + tl.arange(0, BK)
-        t = tc // C
-        c = tc % C
-        some_k = tc < T * C
-        for i in range(LENGTH):
-            m = (part * LENGTH + i) * BM + tl.arange(0, BM)
-            up = ((m // OW) % OH * STRIDE - PAD)[None, :] + (t // KW)[:, None]
-            left = (m % OW * STRIDE - PAD)[None, :] + (t % KW)[:, None]
-            some = (m < M)[None, :] & some_k[:, None]
-            if PAD > 0:
-                some = some & (up >= 0) & (left >= 0) & (up < H) & (left < W)
-            row = ((m // (OH * OW)).to(tl.int64) * x_row)[None, :]
-            at = row + up * x_height + left * x_width + (c * x_channel)[:, None]
-            seen = tl.load(x + at, some, 0.0)
-            out = dy + m.to(tl.int64)[:, None] * N + n[None, :]
-            gradient = tl.load(out, (m < M)[:, None] & some_n[None, :], 0.0)
-            total = tl.dot(seen, gradient, total)
-    place = (n * (C * T))[None, :] + (tc % C * T + tc // C)[:, None]
+    for i in range(LENGTH):
+        m = (part * LENGTH + i) * BM + tl.arange(0, BM)
+        some = m < M
+        place = m % (OH * OW)
+        pixel = (m // (OH * OW)) * (C * H * W) + place // OW * (STRIDE * W) + place % OW * STRIDE
+        at = tap[:, None] + pixel[None, :]
+        seen = tl.load(x + at, some_k[:, None] & some[None, :], 0.0)
+        out = n[None, :] * M + m[:, None]
+        total = tl.dot(seen, tl.load(dy + out, some[:, None] & some_n[None, :], 0.0), total)
+    place = n[None, :] * (C * T) + k[:, None]
     tl.store(dw + (part * A + a) * (N * C * T) + place, total, some_k[:, None] & some_n[None, :])
 
 
@@ -229,7 +201,8 @@ def _multiplied(
     block_n = min(128, max(16, triton.next_power_of_2(outputs)))
     block_k = 32 if channels % 32 == 0 or channels < 3 else 16
     tiles = triton.cdiv(outputs, block_n)
-    block_m = 128 if triton.cdiv(positions, 128) * tiles * clients >= _PROGRAMS // 2 else 64
+    # Programs run in waves as wide as the GPU: take the blocks whose waves come to fewer rows.
+    block_m = min((128, 64), key=lambda rows: rows * _waves(positions, rows, tiles * clients))
     y = x.new_empty(clients, batch, *size, outputs)
     _product[(triton.cdiv(positions, block_m) * tiles, clients)](
         *(x, w, x if bias is None else bias.contiguous(), y),
@@ -237,44 +210,40 @@ def _multiplied(
         *(positions, outputs, channels, height, width, *size, *w.shape[2:4], stride, padding),
         *(back, bias is not None, block_m, block_n, block_k),
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if block_m == 128 else 4,
     )
     return y.permute(0, 1, 4, 2, 3)
 
 
-def weight_gradients(
-    dy: Tensor, x: Tensor, window: Sequence[int], stride: int, padding: int
-) -> Tensor:
-    """Return the gradients [A, N, C, K, L] of weights from those of outputs, and the images."""
-    x, dy = channels_inside(x), channels_inside(dy, 1)
-    if window[0] * window[1] * x.shape[2] * dy.shape[2] >= _LARGE:
-        shape = (dy.shape[2], x.shape[2], *window)
-        each = [grad.conv2d_weight(x[a], shape, dy[a], stride, padding) for a in range(len(x))]
-        return torch.stack(each).contiguous()
+def _waves(positions: int, rows: int, others: int) -> int:
+    """Return how often the GPU is filled by blocks of so many positions, for each of the others."""
+    return triton.cdiv(triton.cdiv(positions, rows) * others, _PROGRAMS)
+
+
+def weight_gradients(dy: Tensor, x: Tensor, window: Sequence[int], stride: int) -> Tensor:
+    """Return the gradients [A, N, C, K, L] of weights from those of outputs, and padded images."""
+    x, dy = x.contiguous(), dy.transpose(1, 2).contiguous()
     clients, batch, channels, height, width = x.shape
-    outputs, size = dy.shape[2], dy.shape[3:]
+    outputs, size = dy.shape[1], dy.shape[3:]
     positions, taps = batch * size[0] * size[1], window[0] * window[1]
     block_n = min(128, max(16, triton.next_power_of_2(outputs)))
-    block_k, block_m = 16 if channels % 32 == 16 else 32, 32
+    block_k, block_m = 64, 32
     tiles = triton.cdiv(taps * channels, block_k) * triton.cdiv(outputs, block_n)
     split = max(1, min(2 * _PROGRAMS // (tiles * clients), positions // (8 * block_m)))
     dw = x.new_empty(split, clients, outputs, channels, *window, dtype=torch.float32)
     _outer[(tiles, clients, split)](
-        *(x, dy, dw, x.stride(0), x.stride(1), x.stride(3), x.stride(4), x.stride(2)),
-        *(clients, triton.cdiv(positions, split * block_m)),
-        *(positions, outputs, channels, height, width, *size, *window, stride, padding),
+        *(x, dy, dw, clients, triton.cdiv(positions, split * block_m)),
+        *(positions, outputs, channels, height, width, *size, *window, stride),
         *(block_m, block_n, block_k),
         num_warps=4,
-        num_stages=4,
+        num_stages=3,
     )
     return (dw.sum(0) if split > 1 else dw[0]).to(x.dtype)
 
 
-def channels_inside(x: Tensor, most: int = 8) -> Tensor:
-    """Return images [A, B, C, H, W] with channels innermost in memory; fewer than `most` may lie
-    as they do.
-    """
+def channels_inside(x: Tensor) -> Tensor:
+    """Return images [A, B, C, H, W] with channels innermost in memory, unless there are few."""
     inside = x.permute(0, 1, 3, 4, 2)
-    if x.shape[2] < most or inside.is_contiguous():
+    if x.shape[2] < FEW or inside.is_contiguous():
         return x
     return inside.contiguous().permute(0, 1, 4, 2, 3)

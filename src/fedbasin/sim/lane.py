@@ -6,9 +6,10 @@ as it is. Elsewhere it is called, compiled or not.
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ class Lane:
                 self._step(self._progress, self._course, *self._data)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with _tuned(), torch.cuda.graph(graph, pool=self._pool):
+        with _tuned(), _uncollected(), torch.cuda.graph(graph, pool=self._pool):
             self._step(self._progress, self._course, *self._data)
         self._graph = graph
 
@@ -113,6 +114,18 @@ def _tuned() -> AbstractContextManager[None]:
     """Let cuDNN try its kernels and keep the fastest: a lane's shapes never change."""
     tf32 = torch.backends.cudnn.allow_tf32
     return torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=tf32)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep Python from collecting garbage: a graph that dies would break the one being recorded."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def in_place(one_step: Callable[..., Progress]) -> Callable[..., None]:
