@@ -217,7 +217,7 @@ def _multiplied(
 
 def _waves(positions: int, rows: int, others: int) -> int:
     """Return how often the GPU is filled by blocks of so many positions, for each of the others."""
-    return triton.cdiv(triton.cdiv(positions, rows) * others, _PROGRAMS)
+    return -(-(-(-positions // rows) * others) // _PROGRAMS)
 
 
 def weight_gradients(dy: Tensor, x: Tensor, window: Sequence[int], stride: int) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,9 @@ from fedbasin.sim.loop import Executor, Gathered, Sent, client_key
 from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
 from fedbasin.sim.survey import gradients, survey
-from fedbasin.sim.tracing import Compiled
+
+if TYPE_CHECKING:
+    from fedbasin.sim.tracing import Compiled
 
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 50, 64, 80, 100)  # finer wastes less
 COARSE = (1, 2, 4, 7, 10, 16, 25, 40, 64, 100)  # for a step that is compiled for each size
@@ -293,6 +295,8 @@ class CohortExecutor(Executor):
                 plain = in_place(plain)
             step = plain
             if self.compiled:
+                from fedbasin.sim.tracing import Compiled  # brings in the compiler, for seconds
+
                 step = self._steps.setdefault(shape[1], Compiled(plain, self.backend))
             self._lanes[shape] = Lane(step, plain, self.population, self._pool)
         part = self._lanes[shape].run(_first(progress, width), _first(course, width), count)
