@@ -27,7 +27,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
 from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.core.state import load, same, save
-from fedbasin.core.tree import flatten, rebuild
+from fedbasin.core.tree import flatten, mapped, tensors
 from fedbasin.local import SGD, Trainer
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.models.symmetries import permutations
@@ -375,12 +375,9 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _copied(tree: Any) -> Any:
-    return rebuild(tree, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    return mapped(torch.clone, tree)
 
 
 def _join(replies: Replies, more: Replies) -> Replies:
-    below = dict(flatten(more))
-    return rebuild(  # type: ignore[no-any-return]
-        replies,
-        lambda path, leaf: torch.cat([leaf, below[path]]),  # type: ignore[list-item]
-    )
+    below = iter(tensors(more))
+    return mapped(lambda column: torch.cat([column, next(below)]), replies)

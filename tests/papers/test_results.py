@@ -120,6 +120,19 @@ def test_the_bar(score, base, verdict):
     assert shown(*results).verdict == verdict
 
 
+@pytest.mark.parametrize("score", [57.0, 56.9])  # near, and a gain, had they finished
+def test_what_diverged_reaches_no_bar(score):
+    base = line("fedavg", "a", 0, 40.0)
+    assert shown(line("scaffold", "a", 0, score, status="diverged"), base).verdict.startswith(
+        "miss"
+    )
+    both = [
+        line("scaffold", "a", seed, score, status=s)
+        for seed, s in ((0, "finished"), (1, "diverged"))
+    ]
+    assert shown(*both, base).verdict.startswith("miss")
+
+
 def test_a_miss_with_a_finding_says_so_on_its_cell_alone():
     results = [line(row, column, 0, 10.0) for row in ("fedavg", "scaffold") for column in "ab"]
     assert shown(*results, column="b").verdict == "missed"

@@ -21,7 +21,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import LocalRule, Rules, Setting, as_rules
-from fedbasin.core.tree import rebuild
+from fedbasin.core.tree import mapped
 from fedbasin.core.vectors import Layout, Weighting, shares, weighted_mean
 
 
@@ -168,10 +168,7 @@ class Replies:
 
     def take(self, index: Tensor) -> Replies:
         """Return the chosen rows, in that order."""
-        chosen: Replies = rebuild(
-            self, lambda _, leaf: leaf[index] if isinstance(leaf, Tensor) else leaf
-        )
-        return chosen
+        return mapped(lambda column: column[index], self)
 
     def averaged(self, weighting: Weighting) -> Replies:
         """Return the cohort as one client that holds all samples and sends the mean, no reports."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Leaf = Tensor | int | float | bool | str | None
+Tree = TypeVar("Tree")
 
 
 def parts_of(tree: Any) -> list[tuple[str, Any]] | None:
@@ -41,7 +42,7 @@ def flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Leaf]]:
         )
 
 
-def rebuild(template: Any, leaf_at: Callable[[str, Leaf], Leaf], path: str = "") -> Any:
+def rebuild(template: Any, leaf_at: Callable[[str, Any], Any], path: str = "") -> Any:
     """Return a tree of the template's shape whose leaves are ``leaf_at(path, old leaf)``."""
     children = parts_of(template)
     if children is None:
@@ -52,6 +53,12 @@ def rebuild(template: Any, leaf_at: Callable[[str, Leaf], Leaf], path: str = "")
     if isinstance(template, tuple) and not hasattr(template, "_fields"):
         return tuple(parts.values())
     return type(template)(**parts)
+
+
+def mapped(change: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """Return a tree whose tensors are changed; other leaves stay as they are."""
+    changed: Tree = rebuild(tree, lambda _, at: change(at) if isinstance(at, Tensor) else at)
+    return changed
 
 
 def restore(template: Any, leaves: Mapping[str, Leaf]) -> Any:
@@ -98,10 +105,10 @@ def stack(trees: list[Any]) -> Any:
 
 def row(tree: Any, index: int) -> Any:
     """Return one row of a stacked tree."""
-    return rebuild(tree, lambda _, leaf: leaf[index] if isinstance(leaf, Tensor) else leaf)
+    return mapped(lambda leaf: leaf[index], tree)
 
 
 def added(trees: list[Any]) -> Any:
     """Add equal trees of tensors leaf by leaf."""
     columns = [dict(flatten(tree)) for tree in trees]
-    return rebuild(trees[0], lambda path, _: sum(column[path] for column in columns))  # type: ignore[misc]
+    return rebuild(trees[0], lambda path, _: sum(column[path] for column in columns))

@@ -15,7 +15,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
-from fedbasin.core.tree import rebuild, tensors
+from fedbasin.core.tree import mapped, tensors
 from fedbasin.deploy.clients import ASK
 from fedbasin.deploy.keep import OwnState
 from fedbasin.deploy.private import answer
@@ -229,7 +229,7 @@ def _shared(content: RecordDict, rules: int) -> tuple[Any, ...]:
 
 def _moved(tree: Any, like: Tensor) -> Any:
     """Return a tree on a vector's device."""
-    return rebuild(tree, lambda _, leaf: leaf.to(like.device) if isinstance(leaf, Tensor) else leaf)
+    return mapped(lambda leaf: leaf.to(like.device), tree)
 
 
 def _received(here: Desk, arrays: ArrayRecord) -> tuple[Tensor, Tensor]:

@@ -162,10 +162,12 @@ def _verdict(
         return "other data"
     if difference is None and gain_paper is None:
         return "-"
-    if difference is not None and abs(difference) <= NEAR:
+    whole = all(result.status != "diverged" for result in ours.results)
+    if whole and difference is not None and abs(difference) <= NEAR:
         return "near"
     if (
-        gain_paper is not None
+        whole
+        and gain_paper is not None
         and gain_ours is not None
         and gain_paper * gain_ours > 0
         and abs(gain_ours) >= abs(gain_paper) / 2

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.rule import LocalRule
-from fedbasin.core.tree import Leaf, count_bytes, flatten, rebuild, row, stack, tensors
+from fedbasin.core.tree import count_bytes, flatten, mapped, rebuild, row, stack, tensors
 
 _DEVICE_SHARE = 1 / 16  # of a GPU's memory that states may take
 _ALIGNED = 8  # every leaf of a stored state begins at a multiple of so many bytes
@@ -134,19 +134,17 @@ def home(device: torch.device, need: int) -> torch.device:
 
 
 def _moved(state: Any, device: torch.device) -> Any:
-    return rebuild(state, lambda _, leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+    return mapped(lambda leaf: leaf.to(device), state)
 
 
 def _apart(state: Any, device: torch.device) -> Any:
     """Return a state on a device, its rows copied: a view would hold on to its whole cohort."""
 
-    def apart(_: str, leaf: Leaf) -> Leaf:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def apart(leaf: Tensor) -> Tensor:
         view = leaf.untyped_storage().nbytes() > leaf.numel() * leaf.element_size()
         return leaf.detach().to(device, copy=view)
 
-    return rebuild(state, apart)
+    return mapped(apart, state)
 
 
 def _packed(state: Any) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key, fold_in, keys_tensor
 from fedbasin.core.rule import Batch, Finish, Start
-from fedbasin.core.tree import rebuild, row, stack, tensors
+from fedbasin.core.tree import mapped, row, stack, tensors
 from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps
 from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
@@ -354,19 +354,18 @@ class _Part(NamedTuple):
 
 def _first(tree: Any, width: int) -> Any:
     """Return the first rows of every leaf that has one row a client."""
-    return rebuild(tree, lambda _, leaf: leaf[:width] if leaf.dim() else leaf)  # type: ignore[union-attr, index]
+    return mapped(lambda leaf: leaf[:width] if leaf.dim() else leaf, tree)
 
 
 def _overlaid(part: Progress, whole: Progress, width: int) -> Progress:
     """Return the whole with its first rows replaced; the step number is the part's."""
-    new = dict(enumerate(tensors(part)))
-    names = iter(range(len(new)))
+    new = iter(tensors(part))
 
-    def leaf_at(_: str, old: Any) -> Any:
-        leaf = new[next(names)]
+    def over(old: Tensor) -> Tensor:
+        leaf = next(new)
         return torch.cat([leaf, old[width:]]) if old.dim() else leaf
 
-    return rebuild(whole, leaf_at)  # type: ignore[no-any-return]
+    return mapped(over, whole)
 
 
 def _where(active: Tensor, new: Point, old: Point) -> Point:
@@ -381,11 +380,11 @@ def _where(active: Tensor, new: Point, old: Point) -> Point:
 
 def _joined(parts: list[_Part], back: Tensor) -> Gathered:
     """Put the chunks together in the order of the cohort."""
-    joined: _Part = parts[0]
+    joined = parts[0]
     if len(parts) > 1:
         leaves = [iter(tensors(part)) for part in parts]
-        joined = rebuild(parts[0], lambda *_: torch.cat([next(each) for each in leaves]))
-    joined = rebuild(joined, lambda _, leaf: leaf[back])  # type: ignore[index]
+        joined = mapped(lambda _: torch.cat([next(each) for each in leaves]), parts[0])
+    joined = mapped(lambda leaf: leaf[back], joined)
     weights = joined.replies.weights
     own = [row(joined.own, i) for i in range(len(back))]
     loss = (joined.losses * weights).sum() / weights.sum()

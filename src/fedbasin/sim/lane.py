@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fedbasin.core.tree import rebuild, tensors
+from fedbasin.core.tree import Tree, mapped, tensors
 from fedbasin.local.step import Point
 from fedbasin.sim.population import Population
 
@@ -91,8 +91,7 @@ class Lane:
         _copy(self._progress, progress)
         for _ in range(count):
             self._graph.replay()
-        after: Progress = cloned(self._progress)
-        return after
+        return cloned(self._progress)
 
     def _capture(self, progress: Progress, course: Course) -> None:
         """Record one step that reads and writes buffers of its own."""
@@ -144,6 +143,6 @@ def _copy(into: Any, values: Any) -> None:
         old.copy_(new)
 
 
-def cloned(tree: Any) -> Any:
+def cloned(tree: Tree) -> Tree:
     """Return a tree whose tensors are contiguous copies."""
-    return rebuild(tree, lambda _, leaf: leaf.clone(memory_format=torch.contiguous_format))  # type: ignore[union-attr]
+    return mapped(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), tree)

@@ -321,7 +321,7 @@ def _joined(parts: list[Any], places: list[np.ndarray], device: torch.device) ->
 
 def _arrays(tree: Any) -> Any:
     """Return a tree with arrays for tensors: what Ray hands over without a copy."""
-    return rebuild(tree, lambda _, t: t.detach().cpu().numpy() if isinstance(t, Tensor) else t)  # type: ignore[arg-type, return-value]
+    return rebuild(tree, lambda _, t: t.detach().cpu().numpy() if isinstance(t, Tensor) else t)
 
 
 def _tensors(tree: Any, device: torch.device) -> Any:
