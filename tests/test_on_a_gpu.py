@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models.interpreted_kernels import SHAPES, one_by_one, problem
+from models.interpreted_kernels import SHAPES, one_by_one, pair, problem
 from torch.nn import functional as F
 
 from fedbasin import Experiment, run
@@ -65,8 +65,8 @@ def test_kernels_are_convolutions_one_by_one(shape, dtype):
     wanted = one_by_one(*(t.to(dtype).double() for t in exact), stride, padding)
     found = (
         outputs_of(x, w, bias, stride, padding),
-        image_gradients(dy, w, [size, size], stride, padding),
-        weight_gradients(dy, F.pad(x, (padding,) * 4), [window, window], stride),
+        image_gradients(dy, w, pair(size), stride, padding),
+        weight_gradients(dy, F.pad(x, (padding,) * 4), pair(window), stride),
     )
     for ours, theirs in zip(found, wanted, strict=True):
         assert distance(ours, theirs) < (2e-3 if dtype == torch.float32 else 1e-2)

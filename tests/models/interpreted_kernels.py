@@ -13,7 +13,14 @@ SHAPES = [  # channels, outputs, window, stride, padding, size, batch, clients
     (16, 16, 3, 2, 1, 7, 2, 2),
     (64, 20, 5, 1, 2, 5, 2, 1),
     (80, 40, 3, 1, 1, 4, 20, 2),
+    (3, 8, (2, 3), 2, 1, (9, 6), 2, 2),
+    (32, 16, (3, 1), 1, 1, (4, 7), 2, 2),
 ]
+
+
+def pair(of):
+    """Return height and width."""
+    return list(of) if isinstance(of, tuple) else [of, of]
 
 
 def one_by_one(x, w, bias, dy, stride, padding):
@@ -30,12 +37,13 @@ def problem(shape, dtype=torch.float64):
     """Return images, weights, biases and gradients of outputs."""
     channels, outputs, window, stride, padding, size, batch, clients = shape
     draws = np.random.default_rng(0)
-    out = (size + 2 * padding - window) // stride + 1
+    size, window = pair(size), pair(window)
+    out = [(s + 2 * padding - w) // stride + 1 for s, w in zip(size, window, strict=True)]
     sizes = [
-        (clients, batch, channels, size, size),
-        (clients, outputs, channels, window, window),
+        (clients, batch, channels, *size),
+        (clients, outputs, channels, *window),
         (clients, outputs),
-        (clients, batch, outputs, out, out),
+        (clients, batch, outputs, *out),
     ]
     return [torch.from_numpy(draws.standard_normal(each)).to(dtype) for each in sizes]
 
@@ -47,8 +55,8 @@ def check(kernels, shape):
     for ours, theirs in (
         (kernels.outputs_of(x, w, bias, stride, padding), y),
         (kernels.outputs_of(x, w, None, stride, padding), y - bias[:, None, :, None, None]),
-        (kernels.image_gradients(dy, w, (size, size), stride, padding), dx),
-        (kernels.weight_gradients(dy, F.pad(x, (padding,) * 4), (window, window), stride), dw),
+        (kernels.image_gradients(dy, w, pair(size), stride, padding), dx),
+        (kernels.weight_gradients(dy, F.pad(x, (padding,) * 4), pair(window), stride), dw),
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
     print("ok")
@@ -67,6 +75,8 @@ def main():
     for shape in SHAPES:
         check(kernels, shape)
     many_parts = (16, 16, 3, 1, 1, 24, 2, 1)
+    check(kernels, many_parts)
+    kernels._PROGRAMS = 1  # a GPU that is soon full: large blocks, sums in one part
     check(kernels, many_parts)
 
 

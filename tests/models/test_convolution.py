@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.interpreted_kernels import SHAPES, one_by_one, problem
+from models.interpreted_kernels import SHAPES, one_by_one, pair, problem
 from torch.nn import functional as F
 
 from fedbasin.models import convolution
@@ -31,15 +31,15 @@ def test_operators_equal_convolutions_one_by_one(shape):
     padded = F.pad(x, (padding,) * 4)
     found = (
         outputs_of(x, w, bias, stride, padding),
-        image_gradients(dy, w, [size, size], stride, padding),
-        weight_gradients(dy, padded, [window, window], stride),
+        image_gradients(dy, w, pair(size), stride, padding),
+        weight_gradients(dy, padded, pair(window), stride),
     )
     for ours, theirs in zip(found, (y, dx, dw), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     for op, args in (
         (outputs_of, (x, w, bias, stride, padding)),
-        (image_gradients, (dy, w, [size, size], stride, padding)),
-        (weight_gradients, (dy, padded, [window, window], stride)),
+        (image_gradients, (dy, w, pair(size), stride, padding)),
+        (weight_gradients, (dy, padded, pair(window), stride)),
     ):  # shapes and strides that the compiler is told are those that come out
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
 
