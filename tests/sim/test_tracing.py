@@ -43,6 +43,24 @@ def test_values_are_read_anew_and_not_kept_from_the_trace():
     assert int(again[1]) == 9
 
 
+@pytest.mark.parametrize("clients", [1, 3])
+def test_several_steps_at_once_are_one_after_another(clients):
+    def onwards(progress, course, data):
+        return progress[0] * course[0] + data.sum(), progress[1] + 1
+
+    compiled = Compiled(onwards, "aot_eager")
+    progress, course, data = arguments(clients)
+    before = progress[0].clone()
+    ours = compiled(progress, course, data, count=4)
+    theirs = progress
+    for _ in range(4):
+        theirs = onwards(theirs, course, data)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-14, atol=0)
+    assert int(ours[1]) == 8
+    assert torch.equal(progress[0], before) and int(progress[1]) == 4  # what is given stays
+    assert compiled.count == 1
+
+
 def by_square(progress, course, data):
     """The number of clients as it is not a multiple: torch sees another constant every time."""
     return (progress[0] / len(progress[0]) ** 2,)

@@ -27,7 +27,7 @@ from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.lane import Course, Lane, Progress, cloned, in_place
+from fedbasin.sim.lane import Course, Lane, Progress, cloned, in_place, repeated
 from fedbasin.sim.loop import Executor, Gathered, Sent, client_key
 from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
@@ -229,9 +229,9 @@ class CohortExecutor(Executor):
 
     def _chances(self, clients: np.ndarray, most: int) -> Tensor | None:
         """Return how likely each row of each client is [C, most], where a rule draws rows."""
-        found = [self.trainer.chances(self.population.shard(int(c)).labels) for c in clients]
-        if found[0] is None:
+        if not any("rows" in rule.owns for rule in self.trainer.rules):
             return None
+        found = [self.trainer.chances(self.population.shard(int(c)).labels) for c in clients]
         rows = [torch.nn.functional.pad(each, (0, most - len(each))) for each in found]  # type: ignore[arg-type]
         return torch.stack(rows)
 
@@ -290,18 +290,22 @@ class CohortExecutor(Executor):
         whole = len(progress.sums)
         shape = (width, course.rows.shape[1])
         if shape not in self._lanes:
-            plain: Any = self._one_step
-            if self.population.inputs.is_cuda:
-                plain = in_place(plain)
-            step = plain
+            on_cuda = self.population.inputs.is_cuda
+            one: Any = in_place(self._one_step) if on_cuda else self._one_step
+            step = plain = repeated(one)
             if self.compiled:
                 from fedbasin.sim.tracing import Compiled  # brings in the compiler, for seconds
 
-                step = self._steps.setdefault(shape[1], Compiled(plain, self.backend))
+                step = self._steps.setdefault(shape[1], Compiled(one, self.backend))
             self._lanes[shape] = Lane(step, plain, self.population, self._pool)
-        part = self._lanes[shape].run(_first(progress, width), _first(course, width), count)
+        lane = self._lanes[shape]
+        if width == whole:
+            part = lane.run(progress, course, count)
+        else:
+            part = lane.run(_first(progress, width), _first(course, width), count)
+            part = _overlaid(part, progress, width)
         self.counters.compiled = sum(step.count for step in self._steps.values())
-        return part if width == whole else _overlaid(part, progress, width)
+        return part
 
     def _one_step(
         self, progress: Progress, course: Course, inputs: Tensor, labels: Tensor

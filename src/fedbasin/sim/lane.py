@@ -81,9 +81,7 @@ class Lane:
 
     def _run(self, progress: Progress, course: Course, count: int) -> Progress:
         if not self._captures:
-            for _ in range(count):
-                progress = self._step(progress, course, *self._data)
-            return progress
+            return self._step(progress, course, *self._data, count=count)  # type: ignore[no-any-return]
         if self._graph is None:
             self._capture(progress, course)
         assert self._graph is not None
@@ -125,6 +123,17 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def repeated(one_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that can be taken several times at once, as a compiled one can."""
+
+    def advance(progress: Any, course: Course, *data: Tensor, count: int = 1) -> Any:
+        for _ in range(count):
+            progress = one_step(progress, course, *data)
+        return progress
+
+    return advance
 
 
 def in_place(one_step: Callable[..., Progress]) -> Callable[..., None]:

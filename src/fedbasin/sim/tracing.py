@@ -41,7 +41,8 @@ class Compiled:
 
     Args:
         step: takes two trees of tensors with one row a client (and scalars), then other tensors; of
-            one shape throughout, but for the number of clients.
+            one shape throughout, but for the number of clients. To be taken more than once, it
+            returns a tree like the first.
         backend: what compiles.
     """
 
@@ -61,8 +62,8 @@ class Compiled:
         """Whether it must be compiled for every number of clients."""
         return any(graph.clients > 1 and not graph.free for graph in self._graphs)
 
-    def __call__(self, progress: Any, course: Any, *data: Tensor) -> Any:
-        """Return what the step returns."""
+    def __call__(self, progress: Any, course: Any, *data: Tensor, count: int = 1) -> Any:
+        """Take the step `count` times, each time from what the last one returned."""
         leaves, given = tree_flatten((progress, course, *data))
         clients = len(leaves[0])
         if clients not in self._of:
@@ -76,7 +77,11 @@ class Compiled:
                 mapped = [i < rows and leaf.dim() > 0 for i, leaf in enumerate(leaves)]
                 self._graphs.append(_Graph(flat, leaves, mapped, self._backend))
             self._of[clients] = next(g.run for g in self._graphs if g.fits(leaves))
-        return tree_unflatten(self._of[clients](*leaves), self._returned)
+        advance, moved = self._of[clients], leaves
+        for _ in range(count):
+            moved = [*advance(*leaves)]
+            leaves[: len(moved)] = moved
+        return tree_unflatten(moved, self._returned)
 
 
 class _Graph:
