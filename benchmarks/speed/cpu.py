@@ -38,6 +38,7 @@ class Peer:
 PEERS = {
     "fedbasin": Peer("ours", None, (1, 2)),
     "fedbasin, uncompiled": Peer("ours", None, (1,), ("W2",), ("--compile", "off")),
+    "fedbasin, bf16": Peer("ours", None, (1, 2), ("W0", "W1"), ("--precision", "bf16")),
     "tuned loop": Peer("tuned", None, (1, 2)),
     "plain loop": Peer("plain"),
     "pfl-research": Peer("pfl_research", "pfl", (1, 2)),

@@ -27,16 +27,19 @@ class Ours:
             rounds=1_000_000,  # as in a long run, where compiling pays
             local=LocalConfig(batch=shape.batch),
             sim=SimConfig(
-                device=options.device, workers=options.processes, compile=options.compile
+                device=options.device,
+                workers=options.processes,
+                compile=options.compile,
+                precision=options.precision,
             ),
         )
         device = pick_device(options.device)
-        dtype = pick_precision("auto", device)
+        dtype = pick_precision(options.precision, device)
         module = parse(shape.model, "model")(shape.image, CLASSES)
         with torch.no_grad():
             for parameter, values in zip(module.parameters(), work.weights, strict=True):
                 parameter.copy_(torch.from_numpy(values))
-        net, key = Net(module, device, dtype), root(0)
+        net, key = Net(module, device, dtype, mixed=options.precision == "bf16"), root(0)
         channels = shape.image[0]
         transform = Transform((0.5,) * channels, (0.25,) * channels)
         rows = np.arange(shape.clients * shape.rows).reshape(shape.clients, shape.rows)

@@ -132,29 +132,16 @@ def build(
         rows.splits.train.inputs, rows.splits.train.labels, rows.parts.clients, device
     )
     proxy = examiner(rows.splits.proxy) if rows.splits.proxy is not None else None
-    context = Context(
-        layout=net.layout,
-        clients=len(population),
-        rounds=experiment.rounds,
-        key=key,
-        batch=experiment.local.batch,
-        examples=float(population.sizes.mean()),
-        momentum=experiment.local.momentum,
+    context = replace(
+        _context(experiment, net, population, key),
         proxy=proxy,
         class_counts=_class_counts(method, population, rows.classes),
         archive=archive,
-        net=net,
         permutations=_permutations(method, module, transform(population.inputs[:2]), device),
     )
     _check_needs(method, context)
-    trainer = Trainer(
-        net=net,
-        rules=method.rules(),
-        sgd=_sgd(experiment),
-        batch=experiment.local.batch,
-        transform=transform,
-        classes=rows.classes,
-    )
+    sgd, batch = _sgd(experiment), experiment.local.batch
+    trainer = Trainer(net, method.rules(), sgd, batch, transform, rows.classes)
     _say_cautions(method, experiment, net, population)
     participation: Choice = parse(experiment.sim.participation, "participation")
     eligible = np.flatnonzero(population.sizes > 0)
@@ -178,6 +165,20 @@ def build(
         # Last: what starts processes does so once nothing else can be wrong.
         executor=pick_executor(experiment, trainer, population, key),
         holdings=Holdings(dataset.classes, population.class_counts(rows.classes).cpu().numpy()),
+    )
+
+
+def _context(experiment: Experiment, net: Net, population: Population, key: Key) -> Context:
+    """Return what surrounds every method's rounds, without what only some methods need."""
+    return Context(
+        layout=net.layout,
+        clients=len(population),
+        rounds=experiment.rounds,
+        key=key,
+        batch=experiment.local.batch,
+        examples=float(population.sizes.mean()),
+        momentum=experiment.local.momentum,
+        net=net,
     )
 
 
