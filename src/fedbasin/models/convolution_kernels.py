@@ -19,6 +19,39 @@ _PROGRAMS = 264  # about two for each multiprocessor of a large GPU
 
 
 @triton.jit
+def _place(
+    high,
+    wide,
+    t,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    KW: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PAD: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """Return where tap t looks from a position, of H x W places, and whether it is one of them.
+
+    BACK, the position is an input pixel, and the place the output that saw it through the tap.
+    """
+    if BACK:
+        up = high + PAD - t // KW
+        left = wide + PAD - t % KW
+        some = (up >= 0) & (left >= 0) & (up < H * STRIDE) & (left < W * STRIDE)
+        if STRIDE > 1:
+            some = some & (up % STRIDE == 0) & (left % STRIDE == 0)
+        up = up // STRIDE
+        left = left // STRIDE
+    else:
+        up = high * STRIDE + t // KW - PAD
+        left = wide * STRIDE + t % KW - PAD
+        some = high >= 0  # always, as every tap looks within
+        if PAD > 0:
+            some = (up >= 0) & (left >= 0) & (up < H) & (left < W)
+    return up, left, some
+
+
+@triton.jit
 def _product(
     x,
     w,
@@ -48,8 +81,7 @@ def _product(
 ):
     """y[a, m, n] = bias[a, n] + sum over taps t and channels c of x[a, at(m, t), c] w[a, n, t, c].
 
-    Forwards, at(m, t) is the pixel that tap t of output position m looks at. BACK, x are gradients
-    of outputs, and at(m, t) is the output that saw input pixel m through tap t, if there is one.
+    at(m, t) is where tap t looks from position m, see `_place`; BACK, x are gradients of outputs.
     """
     T: tl.constexpr = KH * KW
     tiles = tl.cdiv(N, BN)
@@ -70,22 +102,10 @@ def _product(
         for i in range(T * (C // BK)):
             t = i // (C // BK)
             c = (i % (C // BK)) * BK + k
-            if BACK:
-                up = high + PAD - t // KW
-                left = wide + PAD - t % KW
-                some = (up >= 0) & (left >= 0) & (up < H * STRIDE) & (left < W * STRIDE) & some_m
-                if STRIDE > 1:
-                    some = some & (up % STRIDE == 0) & (left % STRIDE == 0)
-                up = up // STRIDE
-                left = left // STRIDE
-            else:
-                up = high * STRIDE + t // KW - PAD
-                left = wide * STRIDE + t % KW - PAD
-                some = some_m
-                if PAD > 0:
-                    some = some & (up >= 0) & (left >= 0) & (up < H) & (left < W)
+            up, left, some = _place(high, wide, t, H, W, KW, STRIDE, PAD, BACK)
             at = rows + up * x_height + left * x_width
-            seen = tl.load(x + at[:, None] + (c * x_channel)[None, :], some[:, None], 0.0)
+            some = (some & some_m)[:, None]
+            seen = tl.load(x + at[:, None] + (c * x_channel)[None, :], some, 0.0)
             weights = w + (n * (T * C))[None, :] + (t * C + c)[:, None]
             total = tl.dot(seen, tl.load(weights, some_n[None, :], 0.0), total)
     else:
@@ -93,21 +113,9 @@ def _product(
             tc = i * BK + k
             t = (tc // C)[None, :]
             some_k = tc < T * C
-            if BACK:
-                up = high[:, None] + PAD - t // KW
-                left = wide[:, None] + PAD - t % KW
-                some = (up >= 0) & (left >= 0) & (up < H * STRIDE) & (left < W * STRIDE)
-                if STRIDE > 1:
-                    some = some & (up % STRIDE == 0) & (left % STRIDE == 0)
-                up = up // STRIDE
-                left = left // STRIDE
-            else:
-                up = high[:, None] * STRIDE + t // KW - PAD
-                left = wide[:, None] * STRIDE + t % KW - PAD
-                some = (up >= 0) & (left >= 0) & (up < H) & (left < W)
-            some = some & some_m[:, None] & some_k[None, :]
+            up, left, some = _place(high[:, None], wide[:, None], t, H, W, KW, STRIDE, PAD, BACK)
             at = rows[:, None] + up * x_height + left * x_width + (tc % C * x_channel)[None, :]
-            seen = tl.load(x + at, some, 0.0)
+            seen = tl.load(x + at, some & some_m[:, None] & some_k[None, :], 0.0)
             weights = w + (n * (T * C))[None, :] + tc[:, None]
             total = tl.dot(seen, tl.load(weights, some_n[None, :] & some_k[:, None], 0.0), total)
     if BIAS:
