@@ -9,7 +9,8 @@
 # multi-process service where there is one: six runs of 400 rounds of the CIFAR CNN took 160 s on an
 # H200, starting and compiling included.
 # Seconds in brackets are estimates for one H200 and one job, from 0.2 ms a client-step of a CNN,
-# 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 2.6 ms of ResNet-18; compiling comes on top.
+# 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 1.9 ms of ResNet-18; compiling comes on top. Rounds of few
+# clients leave a GPU idle: give them more jobs (JOBS=12 for cda).
 # Afterwards, to keep the lines and renew the page:
 #
 #   for p in ima fedlaw wima fedcda fedwcm; do
@@ -52,7 +53,9 @@ first() { # one full-length pair of each paper that fits (about 9 minutes with o
 ima() { # Table 1 without ResNets (64 cells of 36 to 60: 45 minutes a seed), then Tables 2 and 3
     run ima/table1 --rows "fedadam*,fedfa*,fedprox*" --columns "cifar10 cnn dir0.1" --seeds 0 # 240
     run ima/table1 --columns "cifar10 cnn dir0.1" --seeds 0                                  # 320
-    run ima/table1 --columns "fmnist cnn *,cifar10 cnn shards2" --seeds 0                    # 1800
+    # of these columns our copy of the paper holds FedGMA's cells alone
+    run ima/table1 --rows "fedgma*" --columns "fmnist cnn *,cifar10 cnn shards2" --seeds 0   # 170
+    run ima/table1 --columns "fmnist cnn *,cifar10 cnn shards2" --seeds 0                    # 1600
     run ima/table2 --seeds 0                                                                 # 720
     run ima/table3 --seeds 0                                                                 # 1300
 }
@@ -70,10 +73,10 @@ wima() { # CIFAR-10 at a tenth of the rounds (40 a run)
         --rounds 0.1                                                                         # 80
 }
 
-wcm() { # ResNet-18: 195 (IF 0.01) to 650 (IF 1) a full-length cell
-    run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if0.01 *" --seeds 0            # 1200
-    run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if0.1 *" --seeds 0             # 1600
-    run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if1 *" --seeds 0               # 3900
+wcm() { # ResNet-18: 140 (IF 0.01) to 470 (IF 1) a full-length cell, and 75 or more to compile
+    run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if0.01 *" --seeds 0            # 850
+    run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if0.1 *" --seeds 0             # 1150
+    run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if1 *" --seeds 0               # 2800
 }
 
 cda() { # Fashion-MNIST: 150 a cell
