@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedbasin.core.rule import Setting
@@ -79,6 +79,8 @@ def best_order(similarity: np.ndarray, blocks: int = 1) -> np.ndarray:
     With blocks, each pair of blocks is matched within, then blocks are matched to blocks. Where
     nothing is gained the order is left as it is.
     """
+    from scipy.optimize import linear_sum_assignment  # slow to import, and few runs match neurons
+
     count, width = len(similarity), len(similarity) // blocks
     parts = similarity.reshape(blocks, width, blocks, width)
     within = [
@@ -110,6 +112,13 @@ def best_orders(similarity: Tensor, blocks: int) -> list[np.ndarray | None]:
         moves = order is not None and bool((order != np.arange(len(order))).any())
         found.append(order if moves else None)
     return found
+
+
+class MatchingNotes(NamedTuple):
+    """What a round that matches neurons leaves in the record."""
+
+    moved: float  # share of units, over clients and groups, that were given another place
+    units: int  # how many units a model has that could
 
 
 class Orders:

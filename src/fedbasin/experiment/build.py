@@ -29,7 +29,6 @@ from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
 from fedbasin.local.batches import count_steps
 from fedbasin.models.atoms import SymmetryError
-from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
 from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.sim.cohort import CohortExecutor, Unsupported
@@ -330,6 +329,8 @@ def _permutations(
     """Return which units of the network may change places, for a method that matches neurons."""
     if "permutations" not in needs_of(method):
         return None
+    from fedbasin.models.symmetries import permutations  # slow to import, and few runs need it
+
     try:
         return permutations(module, example, device)
     except SymmetryError as error:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.permutations import (
     Group,
+    MatchingNotes,
     Orders,
     best_orders,
     needed,
@@ -48,13 +49,6 @@ from fedbasin.core.permutations import (
 from fedbasin.core.rule import Setting
 from fedbasin.core.vectors import Layout
 from fedbasin.methods.fedavg import FedAvg
-
-
-class FedMANotes(NamedTuple):
-    """What a round leaves in the record."""
-
-    moved: float  # share of units, over clients and groups, that were given another place
-    units: int  # how many units a model has that could
 
 
 @entry(
@@ -101,7 +95,7 @@ class FedMA(Wrapper):
         served, inner = self.inner.aggregate(
             state.inner, server, replace(replies, models=models), context
         )
-        notes = FedMANotes(orders.moved(), sum(group.size for group in groups))
+        notes = MatchingNotes(orders.moved(), sum(group.size for group in groups))
         return served.noted(notes), Wrapped((), inner)
 
     def cautions(self, setting: Setting) -> Iterator[str]:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +38,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.permutations import (
     Group,
+    MatchingNotes,
     Orders,
     Place,
     best_orders,
@@ -51,13 +51,6 @@ from fedbasin.core.permutations import (
 from fedbasin.core.rule import Setting
 from fedbasin.core.vectors import Layout
 from fedbasin.methods.fedavg import FedAvg
-
-
-class GAMFNotes(NamedTuple):
-    """What a round leaves in the record."""
-
-    moved: float  # share of units, over clients and groups, that were given another place
-    units: int  # how many units a model has that could
 
 
 @entry(
@@ -112,7 +105,7 @@ class GAMF(Wrapper):
         served, inner = self.inner.aggregate(
             state.inner, server, replace(replies, models=models), context
         )
-        notes = GAMFNotes(moved, sum(group.size for group in groups))
+        notes = MatchingNotes(moved, sum(group.size for group in groups))
         return served.noted(notes), Wrapped((), inner)
 
     def cautions(self, setting: Setting) -> Iterator[str]:
