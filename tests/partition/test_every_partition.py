@@ -25,6 +25,8 @@ CASES = {
     "domain_skew": ("domain_skew(alpha=0.5, minimum=2)", True),
     "categorical_dirichlet": ("categorical_dirichlet(alpha=0.3)", True),
     "grouped_dirichlet": ("grouped_dirichlet(alpha=0.3, group=3)", True),
+    "fedlab_dirichlet": ("fedlab_dirichlet(alpha=0.3, minimum=5, seed=SEED)", True),
+    "fedlab_shards": ("fedlab_shards(per_client=3, seed=SEED)", False),
 }
 VARIANTS = {
     "dirichlet without balance": ("dirichlet(alpha=0.05, minimum=5, balance=False)", True),
@@ -38,6 +40,11 @@ VARIANTS = {
 ALL = {**CASES, **VARIANTS}
 
 
+def made(name, seed=0):
+    """Return a partition; those of FedLab have a seed of their own."""
+    return parse(ALL[name][0].replace("SEED", str(seed)), kind="partition")
+
+
 def pool_of(rows, seed):
     labels = np.random.default_rng(seed).integers(0, 6, rows)
     labels[:6] = np.arange(6)
@@ -47,7 +54,7 @@ def pool_of(rows, seed):
 def split_of(name, pool, clients, seed):
     if name.startswith("natural"):  # its groups are people, many more than coarse classes
         pool = Pool(pool.labels, pool.classes, np.arange(pool.rows) * 7 % (3 * clients))
-    return parse(ALL[name][0], kind="partition")(pool, clients, np.random.default_rng(seed))
+    return made(name, seed)(pool, clients, np.random.default_rng(seed))
 
 
 def test_no_partition_is_left_out():
@@ -93,7 +100,7 @@ def test_same_seed_same_split_and_other_seeds_other_splits(name):
 def test_one_client_may_hold_everything(name):
     labels = np.arange(30) % 3
     groups = np.arange(30) // 2 if name.startswith("natural") else np.zeros(30, np.int64)
-    split = parse(ALL[name][0])(Pool(labels, 3, groups), 1, np.random.default_rng(0))
+    split = made(name)(Pool(labels, 3, groups), 1, np.random.default_rng(0))
     assert len(split.clients) == 1 and len(split.order) >= 1
 
 
@@ -111,7 +118,7 @@ def test_classes_without_rows_do_no_harm(name):
 def test_clients_must_be_a_positive_whole_number(name, clients):
     labels = np.arange(40) % 4
     with pytest.raises(ValueError, match=rf"clients is {clients}: give a whole number, at least"):
-        parse(ALL[name][0])(Pool(labels, 4, labels), clients, np.random.default_rng(0))
+        made(name)(Pool(labels, 4, labels), clients, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from fedbasin.partition.by_class import (
 from fedbasin.partition.by_client import client_dirichlet, pachinko
 from fedbasin.partition.by_group import domain_skew, natural
 from fedbasin.partition.by_label import iid, quantity_skew, shards
+from fedbasin.partition.fedlab import fedlab_dirichlet, fedlab_shards
 from fedbasin.partition.flower import from_flower
 from fedbasin.partition.pool import Partition, Pool
 from fedbasin.partition.tail import longtail
@@ -34,6 +35,8 @@ __all__ = [
     "client_dirichlet",
     "dirichlet",
     "domain_skew",
+    "fedlab_dirichlet",
+    "fedlab_shards",
     "from_flower",
     "grouped_dirichlet",
     "hybrid_dirichlet",

@@ -29,6 +29,14 @@ def shards(pool: Pool, clients: int, rng: np.random.Generator, *, per_client: in
     Args:
         per_client: S, shards of each client.
     """
+    count, size = shard_size(pool, clients, per_client)
+    by_class = listed(pool.labels, pool.class_sizes[None, :], rng)
+    dealt = by_class[: count * size].reshape(count, size)[rng.permutation(count)]
+    return cut(dealt.ravel(), np.full(clients, per_client * size), pool.rows)
+
+
+def shard_size(pool: Pool, clients: int, per_client: int) -> tuple[int, int]:
+    """Return how many shards there are and how many rows each has."""
     whole("clients", clients)
     whole("per_client", per_client)
     count = clients * per_client
@@ -37,10 +45,7 @@ def shards(pool: Pool, clients: int, rng: np.random.Generator, *, per_client: in
             f"per_client is {per_client}: {clients} clients would need {count} shards of "
             f"{pool.rows} rows; use per_client={max(pool.rows // clients, 1)} or fewer clients"
         )
-    size = pool.rows // count
-    by_class = listed(pool.labels, pool.class_sizes[None, :], rng)
-    dealt = by_class[: count * size].reshape(count, size)[rng.permutation(count)]
-    return cut(dealt.ravel(), np.full(clients, per_client * size), pool.rows)
+    return count, pool.rows // count
 
 
 @entry("partition", paper="Li et al., ICDE 2022", url="https://arxiv.org/abs/2102.02079")
