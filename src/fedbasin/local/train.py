@@ -140,12 +140,16 @@ class Trainer:
         ]
         return torch.stack(parts).sum(0) / max(len(shard.labels), 1)
 
+    @property
+    def drawer(self) -> LocalRule | None:
+        """The rule that draws rows with replacement, if there is one."""
+        return next((rule for rule in self.rules if "rows" in rule.owns), None)
+
     def chances(self, labels: Tensor) -> Tensor | None:
         """Return how likely each row [n] is, where a rule draws rows with replacement."""
-        for rule in self.rules:
-            if "rows" in rule.owns:
-                return rule.chances(labels, torch.bincount(labels, minlength=self.classes))
-        return None
+        if self.drawer is None:
+            return None
+        return self.drawer.chances(labels, torch.bincount(labels, minlength=self.classes))
 
     def _survey(self, rule: LocalRule, shared: Any, shard: Shard, received: Received) -> Any:
         """Return the sums of a rule's survey over all rows."""

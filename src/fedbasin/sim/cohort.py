@@ -229,11 +229,11 @@ class CohortExecutor(Executor):
 
     def _chances(self, clients: np.ndarray, most: int) -> Tensor | None:
         """Return how likely each row of each client is [C, most], where a rule draws rows."""
-        if not any("rows" in rule.owns for rule in self.trainer.rules):
+        if self.trainer.drawer is None:
             return None
         found = [self.trainer.chances(self.population.shard(int(c)).labels) for c in clients]
-        rows = [torch.nn.functional.pad(each, (0, most - len(each))) for each in found]  # type: ignore[arg-type]
-        return torch.stack(rows)
+        pad = torch.nn.functional.pad
+        return torch.stack([pad(each, (0, most - len(each))) for each in found if each is not None])
 
     def _starts(
         self,

@@ -81,7 +81,8 @@ class Lane:
 
     def _run(self, progress: Progress, course: Course, count: int) -> Progress:
         if not self._captures:
-            return self._step(progress, course, *self._data, count=count)  # type: ignore[no-any-return]
+            after: Progress = self._step(progress, course, *self._data, count=count)
+            return after
         if self._graph is None:
             self._capture(progress, course)
         assert self._graph is not None
