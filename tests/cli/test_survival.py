@@ -19,10 +19,11 @@ ARGUMENTS = [
 TIMED = ("seconds", "seconds_train", "seconds_merge", "seconds_evaluate")
 
 
-def start(*arguments):
+def start(*arguments, **options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "fedbasin", *arguments],
+        **options,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -90,3 +91,18 @@ def test_ctrl_c_finishes_the_round_saves_and_says_how_to_resume(whole, tmp_path)
     assert process.returncode == 0, output
     assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert records(folder) == records(whole)
+
+
+def test_ctrl_c_begins_no_further_run_of_a_comparison(tmp_path):
+    """The terminal signals all processes; one that is done must not take up the next run."""
+    out, settings = tmp_path / "out", ["--rounds", "100000", *ARGUMENTS[7:]]
+    command = ["compare", "fedavg", "scaffold", "fedadam", "ima", "--jobs", "2", "--seeds", "0"]
+    process = start(*command, *settings, "--out", str(out), start_new_session=True)
+    begun = [out / "fedavg" / "seed0", out / "scaffold" / "seed0"]
+    for folder in begun:
+        wait_for(process, folder, 1)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert sorted(path.parent for path in out.glob("*/seed0/config.toml")) == begun
+    assert all((folder / "checkpoint.safetensors").exists() for folder in begun)

@@ -9,10 +9,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -236,12 +237,19 @@ def _outcomes(
         return
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_single_thread)
     try:
-        waiting = {pool.submit(_run_apart, cell, data_dir, tensorboard): cell for cell in layout}
-        for future in as_completed(waiting):
-            failed = future.exception()
-            if failed is not None and not isinstance(failed, Exception):
-                raise failed
-            yield waiting[future], failed or future.result()
+        # No more at once than processes: what a pool holds ready, it runs after Ctrl-C too.
+        left = iter(layout)
+        running: dict[Future[dict[str, Any]], Cell] = {}
+        for cell in islice(left, jobs):
+            running[pool.submit(_run_apart, cell, data_dir, tensorboard)] = cell
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                failed = future.exception()
+                if failed is not None and not isinstance(failed, Exception):
+                    raise failed
+                for cell in islice(left, 1):
+                    running[pool.submit(_run_apart, cell, data_dir, tensorboard)] = cell
+                yield running.pop(future), failed or future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
