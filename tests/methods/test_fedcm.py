@@ -167,7 +167,8 @@ def test_a_perturbing_rule_acts_inside_the_mixture_and_prox_too():
 
 
 def test_the_rule_is_the_same_for_a_whole_cohort_at_once():
-    shared = SharedMomentum(torch.randn(5).double(), torch.tensor(0.3).double(), torch.tensor(4.0))
+    exact = torch.tensor(0.3, dtype=torch.float64)  # 0.3 of float32 is another number
+    shared = SharedMomentum(torch.randn(5).double(), exact, torch.tensor(4.0))
     steps, vectors = torch.tensor([2.0, 8.0, 4.0]).double(), torch.randn(3, 5).double()
 
     def one(steps, vector):
