@@ -50,14 +50,13 @@ first() { # one full-length pair of each paper that fits (about 9 minutes with o
     run fedcda/table1 --rows "fedavg,fedcda" --columns "fmnist dir0.1" --seeds 0 --rounds 0.25
 }
 
-ima() { # Table 1 without ResNets (64 cells of 36 to 60: 45 minutes a seed), then Tables 2 and 3
-    run ima/table1 --rows "fedadam*,fedfa*,fedprox*" --columns "cifar10 cnn dir0.1" --seeds 0 # 240
-    run ima/table1 --columns "cifar10 cnn dir0.1" --seeds 0                                  # 320
+ima() { # Table 2 first: its methods without averaging keep what all the others go on from
+    run ima/table2 --seeds 0                                                  # 6 x 25, 24 x 11
+    run ima/table1 --columns "cifar10 cnn dir0.1" --seeds 0                   # 2 x 35, 2 x 9
+    run ima/table3 --seeds 0                                                  # 32 x 7
     # of these columns our copy of the paper holds FedGMA's cells alone
-    run ima/table1 --rows "fedgma*" --columns "fmnist cnn *,cifar10 cnn shards2" --seeds 0   # 170
-    run ima/table1 --columns "fmnist cnn *,cifar10 cnn shards2" --seeds 0                    # 1600
-    run ima/table2 --seeds 0                                                                 # 720
-    run ima/table3 --seeds 0                                                                 # 1300
+    run ima/table1 --rows "fedgma*" --columns "fmnist cnn *,cifar10 cnn shards2" --seeds 0   # 70
+    run ima/table1 --columns "fmnist cnn *,cifar10 cnn shards2" --seeds 0                    # 500
 }
 
 law() { # SimpleCNN of Table 1 (32 a cell), CNN, MLP and LeNet of Table 3 (30 to 60 a cell)

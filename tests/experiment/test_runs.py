@@ -9,12 +9,12 @@ import torch
 from fedbasin import Experiment, compare, resume, run
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.record import RecordError
-from fedbasin.core.state import read
+from fedbasin.core.state import StateError, read
 from fedbasin.data import load
 from fedbasin.experiment import ConfigError, build
 from fedbasin.experiment.build import cut_rows, pick_device
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
-from fedbasin.experiment.runs import commit_of, slug
+from fedbasin.experiment.runs import Branch, commit_of, slug
 from fedbasin.methods import FedAvg
 
 SMALL = Experiment(
@@ -216,3 +216,65 @@ def test_the_commit_is_that_of_the_file_and_says_when_it_is_not_all(tmp_path):
     assert commit_of(source) == git("rev-parse", "HEAD")
     source.write_text("two")
     assert commit_of(source) == git("rev-parse", "HEAD") + "-dirty"
+
+
+LATE = replace(SMALL, method="ima(window=2, start=0.5)", sim=replace(SMALL.sim, precision="fp64"))
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory):
+    """A run of FedAvg that keeps what a run with late averaging goes on from."""
+    out = tmp_path_factory.mktemp("trunk") / "plain"
+    run(replace(LATE, method="fedavg"), out, branching=(5,))
+    return out
+
+
+def test_a_run_goes_on_from_another_ones_first_rounds(trunk, tmp_path):
+    run(LATE, tmp_path / "whole")
+    summary = run(LATE, tmp_path / "branch", branch=Branch(trunk, 5))
+    whole, part, plain = (
+        pandas.read_json(out / "rounds.jsonl", lines=True)
+        for out in (tmp_path / "whole", tmp_path / "branch", trunk)
+    )
+    assert part["round"].tolist() == list(range(1, 13))
+    assert part["seconds"][:5].tolist() == plain["seconds"][:5].tolist()  # taken over, not run
+    assert part["seconds"][5:].tolist() != plain["seconds"][5:].tolist()
+    for column in ("accuracy", "loss", "update_norm", "model_norm", "lr"):
+        np.testing.assert_allclose(part[column], whole[column], rtol=1e-9)
+    assert part["loss"].iloc[-1] != plain["loss"].iloc[-1]
+    shared = summary["branch"]
+    assert (shared["run"], shared["rounds"]) == ("plain", 5) and "commit" in shared
+    assert "branch" not in pandas.read_json(tmp_path / "whole/summary.json", typ="series")
+
+
+def test_a_branch_that_is_stopped_resumes_and_still_says_where_it_came_from(trunk, tmp_path):
+    whole = run(LATE, tmp_path / "whole", branch=Branch(trunk, 5))
+
+    class Crash(BaseException):
+        pass
+
+    def crash(record):
+        if record.round == 9:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run(LATE, tmp_path / "branch", branch=Branch(trunk, 5), on_round=crash)
+    resumed = resume(tmp_path / "branch")
+    assert resumed["branch"] == whole["branch"]
+    model = (tmp_path / "whole/model.safetensors").read_bytes()
+    assert (tmp_path / "branch/model.safetensors").read_bytes() == model
+
+
+def test_a_branch_too_late_or_without_a_checkpoint_leaves_no_run(trunk, tmp_path):
+    early = replace(LATE, method="ima(window=3, start=0.5)")
+    with pytest.raises(ValueError, match=r"parts from fedavg after round 4"):
+        run(early, tmp_path / "early", branch=Branch(trunk, 5))
+    with pytest.raises(StateError, match=r"round00004.safetensors does not exist"):
+        run(early, tmp_path / "early", branch=Branch(trunk, 4))
+    assert not (tmp_path / "early/config.toml").exists()
+
+
+def test_what_lies_in_files_is_not_branched_from(tmp_path):
+    """Files of models are swept away as a run goes on, so a checkpoint alone would not do."""
+    run(replace(LATE, method="fedcda(store='disk')"), tmp_path / "run", branching=(5,))
+    assert (tmp_path / "run/archive").is_dir() and not (tmp_path / "run/branches").exists()

@@ -1,5 +1,7 @@
 """Every wrapper of the catalogue over every base: runs, resumes to the same bits, is neutral.
 
+A method that starts late has its first rounds in common with a plainer one, its trunk, and goes on
+from there to the models that it comes to alone.
 The matrix is made from cards, so a method that is added later is in it.
 """
 
@@ -36,11 +38,11 @@ def quick(name, **arguments):
     return CATALOGUE[name].make(**few | arguments)
 
 
-def federation(method):
+def federation(method, rounds=ROUNDS):
     """Two clients and one step a round: the toy federation at its cheapest."""
-    toy = toy_federation(method, rounds=ROUNDS, participation="count(clients=2)")
+    toy = toy_federation(method, rounds=rounds, participation="count(clients=2)")
     return replace(
-        toy, schedule=lambda t: Plan(0.3, None, 1), evaluate_every=ROUNDS, evaluate_last=0
+        toy, schedule=lambda t: Plan(0.3, None, 1), evaluate_every=rounds, evaluate_last=0
     )
 
 
@@ -98,6 +100,60 @@ def test_a_wrapper_over_a_wrapper(place, tmp_path):
     method = quick(outer, inner=quick(inner, inner=quick("scaffold")))
     check_resuming(method, tmp_path / "state.safetensors")
     assert method.base == quick("scaffold")
+
+
+LONG = 6
+LATE = {"start": 0.67, "window": 2}  # averages after round 4, counted from 0, of models from 3 on
+
+
+def with_kept(made):
+    server, states = made.begin()
+    return [(after, states.kept()) for after, _ in made.rounds_from(server, states)]
+
+
+def check_growing(method, plain, parts=3):
+    trunk, common = method.trunk(LONG)
+    assert (text(trunk), common) == (text(plain), parts)
+    made = federation(method, LONG)
+    whole, before = servers(made), with_kept(federation(trunk, LONG))
+    for mine, (theirs, _) in zip(whole[:common], before, strict=False):
+        assert same((mine.send, mine.score), (theirs.send, theirs.score))
+    server, kept = before[common - 1]
+    _, states = made.begin()
+    states.restore(kept)
+    state = method.grow(server.state, server.send, made.context.at(server.round, 0.0))
+    for after, _ in made.rounds_from(replace(server, state=state), states):
+        expected = whole[after.round - 1]
+        torch.testing.assert_close(after.send, expected.send, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(after.score, expected.score, rtol=1e-9, atol=1e-11)
+    assert after.round == LONG
+    assert not torch.allclose(after.send, before[-1][0].send, rtol=1e-6), "the trunk went on"
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_late_averaging_goes_on_from_any_base(base):
+    check_growing(quick("ima", inner=quick(base), **LATE), quick(base))
+
+
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "ima"])
+def test_a_wrapper_around_late_averaging_goes_on_from_the_wrapper_alone(wrapper):
+    plain = quick(wrapper, inner=quick("fedavg"))
+    check_growing(quick(wrapper, inner=quick("ima", **LATE)), plain)
+
+
+@pytest.mark.parametrize("optimiser", ["fedadam", "fedyogi"])
+def test_an_optimiser_that_restarts_goes_on_from_one_that_does_not(optimiser):
+    averaged = quick("ima", **LATE)
+    check_growing(quick(optimiser, inner=averaged, restart=0.67), quick(optimiser))
+    check_growing(quick(optimiser, restart=0.5), quick(optimiser))
+    assert quick(optimiser, inner=averaged, restart=0.2).trunk(LONG) == (quick(optimiser), 1)
+
+
+def test_two_windows_part_where_the_first_of_them_needs_to():
+    plain, later = quick("fedavg"), quick("ima", start=0.9, window=2)
+    assert quick("ima", inner=later, start=0.67, window=3).trunk(LONG) == (plain, 2)
+    assert quick("ima", start=0.3, window=5).trunk(LONG) == (plain, 0)
+    assert plain.trunk(LONG) == (plain, LONG)
 
 
 DIGITS = Experiment(

@@ -53,9 +53,10 @@ def line(row, column, seed, score, rounds=100, table=TABLE, **more):
     experiment = replace(experiment_of(table, *axes, seed=seed), rounds=rounds)
     given = {
         "table": table.name, "row": row, "column": column, "seed": seed, "score": score,
-        "measure": "accuracy", "rounds": rounds, "full_rounds": 100, "status": "finished",
-        "data_share": 1.0, "config": fingerprint(experiment), "command": "fedbasin", "commit": None,
-        "device": "cpu", "versions": {"torch": "2"}, "seconds": 1.0,
+        "measure": "accuracy", "rounds": rounds, "full_rounds": 100, "shared_rounds": 0,
+        "status": "finished", "data_share": 1.0, "config": fingerprint(experiment),
+        "command": "fedbasin", "commit": None, "device": "cpu", "versions": {"torch": "2"},
+        "seconds": 1.0,
     }  # fmt: skip
     return Result(**(given | more))
 

@@ -195,3 +195,82 @@ def test_the_list_of_gpu_commands_names_cells_that_can_run(tmp_path):
         rows = select(table.rows, given.get("--rows", "*"), name)
         columns = select(table.columns, given.get("--columns", "*"), name)
         assert not any(reason(table, row, column) for row in rows for column in columns)
+
+
+ALIKE = read_table(
+    TOML.split("[[rows]]")[0]
+    + """
+[[rows]]
+name = "plain"
+method = "fedavg"
+[[rows]]
+name = "late"
+method = "ima(window=1, start=0.5)"
+[[rows]]
+name = "later"
+method = "ima(window=2, start=0.75)"
+[[rows]]
+name = "early"
+method = "ima(window=2, start=0.0)"
+[[columns]]
+name = "digits"
+[published]
+""",
+    "x/table1",
+)
+
+
+def first_seconds(out, lines):
+    """The seconds of each row's second round: equal only where the round was taken over."""
+    return {line.row: RunFolder(out / line.config).read_rounds()[1].seconds for line in lines}
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_cells_that_begin_alike_share_their_first_rounds(jobs, invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedbasin.papers.load_table", lambda name: ALIKE)
+    out = tmp_path / "runs/papers"
+    rows = "late,plain,later,early"  # not in the order that they can run in
+    done = invoke("run", "x/table1", "--rows", rows, "--jobs", jobs)
+    assert done.exit_code == 0, done.output
+    assert "4 results asked for, 4 runs to do" in done.output
+    lines = read(out / "results.jsonl")
+    assert {line.row: line.shared_rounds for line in lines} == {
+        "plain": 0,
+        "late": 2,
+        "later": 2,
+        "early": 0,
+    }
+    spent = first_seconds(out, lines)
+    assert spent["late"] == spent["later"] == spent["plain"] != spent["early"]
+    for line in lines:
+        assert line.rounds == 4 and line.status == "finished" and line.score is not None
+        assert len(RunFolder(out / line.config).read_rounds()) == 4
+    assert "0 runs to do" in invoke("run", "x/table1").output
+
+
+def test_a_cell_alone_runs_whole_and_later_ones_go_on_from_what_is_there(
+    invoke, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("fedbasin.papers.load_table", lambda name: ALIKE)
+    out = tmp_path / "runs/papers"
+    assert invoke("run", "x/table1", "--rows", "late").exit_code == 0
+    assert [line.shared_rounds for line in read(out / "results.jsonl")] == [0]
+    (out / "results.jsonl").unlink()
+    assert invoke("run", "x/table1", "--rows", "plain,later").exit_code == 0
+    assert [line.shared_rounds for line in read(out / "results.jsonl")] == [0, 2]
+
+
+def test_a_branch_whose_trunk_fails_runs_whole(invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedbasin.papers.load_table", lambda name: ALIKE)
+    from fedbasin.experiment import runs
+
+    def fail_plain(experiment, *arguments, **options):
+        if experiment.method == "fedavg":
+            raise ValueError("no luck")
+        return run(experiment, *arguments, **options)
+
+    monkeypatch.setattr(runs, "run", fail_plain)
+    done = invoke("run", "x/table1", "--rows", "plain,late", "--jobs", "1")
+    assert done.exit_code == 1 and "no luck" in str(done.exception)
+    (line,) = read(tmp_path / "runs/papers/results.jsonl")
+    assert (line.row, line.shared_rounds, line.status) == ("late", 0, "finished")

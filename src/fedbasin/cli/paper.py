@@ -86,7 +86,8 @@ def run(
     """Run cells of a table; finished ones are kept, stopped ones go on.
 
     Every cell and seed is a run folder in --out and one line in results.jsonl. Give the same
-    command again after a crash or Ctrl-C. A cell that fails does not stop the others.
+    command again after a crash or Ctrl-C. A cell that fails does not stop the others. Cells that
+    begin alike, as a method with and without late averaging do, share their first rounds.
     """
     from fedbasin.experiment.build import pick_device
     from fedbasin.papers import load_table, tasks_of
@@ -103,14 +104,14 @@ def run(
     if not tasks:
         raise ValueError(f"{name}: none of the cells asked for can be run here")
     grid = Runs(tuple(tasks), out, results or out / "results.jsonl", data_dir)
-    waiting = grid.waiting()
+    runs = len(grid.unfinished())
     console.print(
-        Text(f"{len(tasks)} results asked for, {len(waiting)} runs to do, in {out}"), soft_wrap=True
+        Text(f"{len(tasks)} results asked for, {runs} runs to do, in {out}"), soft_wrap=True
     )
     if jobs is None:
         on_cpu = pick_device(device).type == "cpu"
-        jobs = max(min(os.cpu_count() or 1, len(waiting)), 1) if on_cpu else 1
-    if waiting:
+        jobs = max(min(os.cpu_count() or 1, runs), 1) if on_cpu else 1
+    while waiting := grid.waiting():
         run_with_progress(waiting, console, data_dir, jobs, on_cell=grid.ended)
     _print_beside(table, grid.lines(read), *picked, only_ours=True)
     if grid.failures:

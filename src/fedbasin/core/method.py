@@ -260,6 +260,17 @@ class Method(ABC):
         """Return how clients train in round ``context.round``; `schedule` is the configured one."""
         return schedule(context.round)
 
+    def trunk(self, rounds: int) -> tuple[Method, int]:
+        """Return a plainer method, and how many first rounds of a run the two have in common.
+
+        A run of this method may go on from there: `grow` makes its state of the other's.
+        """
+        return self, rounds
+
+    def grow(self, state: Any, server: Tensor, context: Context) -> Any:
+        """Return the state of this method for that of its trunk, where they part."""
+        return state
+
     def streams(self) -> Weighting | None:
         """Return how replies may be averaged as they arrive, or None where each one counts.
 
@@ -336,6 +347,15 @@ class Wrapper(Method):
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Train as the inner method says."""
         return self.inner.plan(schedule, context)
+
+    def trunk(self, rounds: int) -> tuple[Method, int]:
+        """Wrap the inner method's trunk."""
+        inner, common = self.inner.trunk(rounds)
+        return replace(self, inner=inner), common  # type: ignore[type-var]
+
+    def grow(self, state: Wrapped, server: Tensor, context: Context) -> Wrapped:
+        """Let the inner method's state grow."""
+        return Wrapped(state.own, self.inner.grow(state.inner, server, context))
 
     def streams(self) -> Weighting | None:
         """Return what the inner method says; a `step` that looks at the replies must say None."""

@@ -17,8 +17,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedbasin.core.method import Context
-
 First = Literal["tau", "zero"]
 
 
@@ -57,6 +55,6 @@ def check(lr: float, tau: float, restart: float = 1.0, **betas: float) -> None:
             raise ValueError(f"{name} must be in [0, 1), got {beta}")
 
 
-def restarts(context: Context, share: float) -> bool:
-    """Whether the moments are forgotten before this round's update."""
-    return context.round == int(share * context.rounds + 1e-9)
+def restart_round(share: float, rounds: int) -> int:
+    """Return the round before whose update the moments are forgotten."""
+    return int(share * rounds + 1e-9)

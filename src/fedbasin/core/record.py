@@ -5,6 +5,8 @@
     rounds.jsonl             one line a round, flushed as it is written
     summary.json             the headline numbers
     checkpoint.safetensors   where to resume
+    branches/                checkpoints of earlier rounds, where other runs go on from
+    branch.json              which run the first rounds were taken from, if they were
     model.safetensors        the final model
     archive/                 models of clients, for methods that keep them on disk
     clients/                 what clients keep between rounds, where it does not fit in memory
@@ -118,6 +120,15 @@ class RunFolder:
     def checkpoint(self) -> Path:
         """Where to resume."""
         return self.path / "checkpoint.safetensors"
+
+    def branching(self, round: int) -> Path:
+        """The checkpoint after a round, for other runs that begin alike."""
+        return self.path / "branches" / f"round{round:05d}.safetensors"
+
+    @property
+    def branch(self) -> Path:
+        """Which run the first rounds were taken from."""
+        return self.path / "branch.json"
 
     @property
     def model(self) -> Path:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -28,9 +29,22 @@ from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, re
 from fedbasin.experiment.tensorboard import tensorboard_events
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
-from fedbasin.sim.run import Interrupted
+from fedbasin.sim.run import Interrupted, graft
 
 OnRound = Callable[[RoundRecord], None]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a run goes on from: the folder of another one, and how many of its rounds it takes."""
+
+    trunk: Path
+    round: int
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the summary says about it."""
+        known = RunFolder(self.trunk).read_summary()
+        return {"run": self.trunk.name, "rounds": self.round, "commit": known.get("commit")}
 
 
 def run(
@@ -38,6 +52,8 @@ def run(
     out: Path | str,
     *,
     data_dir: Path | None = None,
+    branch: Branch | None = None,
+    branching: Collection[int] = (),
     on_round: OnRound | None = None,
 ) -> dict[str, Any]:
     """Start a run in a new folder and return its summary.
@@ -46,6 +62,8 @@ def run(
         experiment: what to run.
         out: the run's folder; one that holds a run already is refused.
         data_dir: a local mirror of the datasets.
+        branch: another run to take the first rounds from.
+        branching: rounds after which a checkpoint is kept for other runs to go on from.
         on_round: called with each round's record.
     """
     folder = RunFolder(Path(out))
@@ -58,18 +76,19 @@ def run(
     with closing(_federation(experiment, folder, data_dir)) as federation:
         _announce_snapshots(federation, folder)
         folder.path.mkdir(parents=True, exist_ok=True)
+        if branch is not None:
+            graft(federation, folder, RunFolder(branch.trunk), branch.round)
+            write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
         write_atomically(folder.config, experiment.to_toml())
-        return run_federation(
-            federation,
-            folder,
-            facts(experiment),
-            checkpoint_every=experiment.sim.checkpoint_every,
-            on_round=on_round,
-        )
+        return _run(experiment, federation, folder, branching, on_round)
 
 
 def resume(
-    out: Path | str, *, data_dir: Path | None = None, on_round: OnRound | None = None
+    out: Path | str,
+    *,
+    data_dir: Path | None = None,
+    branching: Collection[int] = (),
+    on_round: OnRound | None = None,
 ) -> dict[str, Any]:
     """Go on with the run of a folder; a finished one returns its summary as it is."""
     folder = RunFolder(Path(out))
@@ -79,13 +98,27 @@ def resume(
         return folder.read_summary()
     experiment = from_mapping(read_config(folder.config))
     with closing(_federation(experiment, folder, data_dir)) as federation:
-        return run_federation(
-            federation,
-            folder,
-            facts(experiment),
-            checkpoint_every=experiment.sim.checkpoint_every,
-            on_round=on_round,
-        )
+        return _run(experiment, federation, folder, branching, on_round)
+
+
+def _run(
+    experiment: Experiment,
+    federation: Federation,
+    folder: RunFolder,
+    branching: Collection[int],
+    on_round: OnRound | None,
+) -> dict[str, Any]:
+    known = facts(experiment)
+    if folder.branch.exists():
+        known["branch"] = json.loads(folder.branch.read_text(encoding="utf-8"))
+    return run_federation(
+        federation,
+        folder,
+        known,
+        checkpoint_every=experiment.sim.checkpoint_every,
+        branching=branching,
+        on_round=on_round,
+    )
 
 
 def _federation(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Federation:
@@ -150,10 +183,19 @@ def compare(
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a comparison."""
+    """One run of a comparison.
+
+    Args:
+        experiment: what to run.
+        path: its folder.
+        branch: another run to take the first rounds from, if it is not begun yet.
+        branching: rounds after which a checkpoint is kept for other runs to go on from.
+    """
 
     experiment: Experiment
     path: Path
+    branch: Branch | None = None
+    branching: tuple[int, ...] = ()
 
 
 OnCell = Callable[[Cell, dict[str, Any] | Exception], None]
@@ -181,12 +223,19 @@ def run_cell(
     folder = RunFolder(cell.path)
     try:
         if not folder.config.exists():
-            return run(cell.experiment, cell.path, data_dir=data_dir, on_round=on_round)
+            return run(
+                cell.experiment,
+                cell.path,
+                data_dir=data_dir,
+                branch=cell.branch,
+                branching=cell.branching,
+                on_round=on_round,
+            )
         if from_mapping(read_config(folder.config)) != cell.experiment:
             raise RecordError(f"{cell.path} holds a run with other settings; choose another folder")
         if folder.summary.exists() and folder.read_summary().get("status") == "diverged":
             return folder.read_summary()
-        return resume(cell.path, data_dir=data_dir, on_round=on_round)
+        return resume(cell.path, data_dir=data_dir, branching=cell.branching, on_round=on_round)
     except Diverged:
         return folder.read_summary()
 

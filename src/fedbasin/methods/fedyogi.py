@@ -16,13 +16,13 @@ Cost: none for clients. Server: O(P) a round, two models of memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
-from fedbasin.core.moments import First, Moments, check, restarts
+from fedbasin.core.moments import First, Moments, check, restart_round
 from fedbasin.methods.fedavg import FedAvg
 
 
@@ -61,11 +61,17 @@ class FedYogi(Wrapper):
         """Start with m = 0 and v = v_0."""
         return Moments.begin(server, self.tau, self.first)
 
+    def trunk(self, rounds: int) -> tuple[Method, int]:
+        """Be without a restart until it comes."""
+        inner, common = self.inner.trunk(rounds)
+        plain = replace(self, inner=inner, restart=1.0)
+        return plain, min(common, restart_round(self.restart, rounds))
+
     def step(
         self, own: Moments, server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, Moments]:
         """Take Yogi's step."""
-        if restarts(context, self.restart):
+        if context.round == restart_round(self.restart, context.rounds):
             own = self.begin(server, context)
         update = fresh.send - server
         seen = update.square()

@@ -29,12 +29,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapper
+from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.trajectory import Storage, Window, empty, mean, push
 from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
@@ -90,9 +90,9 @@ class IMA(Wrapper):
         if not self.low >= 0:
             raise ValueError(f"low must be at least 0, got {self.low}")
 
-    def begins(self, context: Context) -> int:
+    def begins(self, rounds: int) -> int:
         """Return t_s, the first round that ends in a mean."""
-        return int(self.start * context.rounds + 1e-9)
+        return int(self.start * rounds + 1e-9)
 
     def begin(self, server: Tensor, context: Context) -> Window:
         """Start with an empty window."""
@@ -100,7 +100,7 @@ class IMA(Wrapper):
 
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Train as the inner method says until t_s, then with the decay."""
-        begins = self.begins(context)
+        begins = self.begins(context.rounds)
         after = context.round - begins
         base = self.inner.plan(schedule, context)
         if after < 0 or self.decay == "none":
@@ -108,12 +108,21 @@ class IMA(Wrapper):
         at_start = self.inner.plan(schedule, replace(context, round=begins))
         return _decayed(self, base, at_start, after)
 
+    def trunk(self, rounds: int) -> tuple[Method, int]:
+        """Be the inner method until the first model that a mean is made of."""
+        inner, common = self.inner.trunk(rounds)
+        return inner, min(common, max(0, self.begins(rounds) - self.window + 1))
+
+    def grow(self, state: Any, server: Tensor, context: Context) -> Wrapped:
+        """Start with an empty window, which is full by the time it is used."""
+        return Wrapped(self.begin(server, context), self.inner.grow(state, server, context))
+
     def step(
         self, own: Window, server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, Window]:
         """Remember the raw model; from t_s on hand out the window's mean instead."""
         window = push(own, fresh.score)
-        if self.window == 1 or context.round < self.begins(context):
+        if self.window == 1 or context.round < self.begins(context.rounds):
             return fresh, window
         average = context.layout.mix(self.part, mean(window), fresh.score)
         send = average if self.feedback else fresh.send

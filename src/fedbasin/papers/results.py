@@ -36,6 +36,7 @@ class Result:
     measure: str
     rounds: int
     full_rounds: int
+    shared_rounds: int  # the first of them, taken over from the run of a method that begins alike
     data_share: float  # rows of the dataset at hand over those that were published
     status: str
     config: str
@@ -103,6 +104,7 @@ def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
         measure=score.text,
         rounds=task.experiment.rounds,
         full_rounds=task.full_rounds,
+        shared_rounds=(summary.get("branch") or {}).get("rounds", 0),
         data_share=data_share(task.experiment.data.name, data_dir),
         status=str(summary.get("status")),
         config=task.config,

@@ -1,16 +1,23 @@
-"""Runs of a grid: what is over is kept, what was stopped goes on, equal cells share one run."""
+"""Runs of a grid: what is over is kept, what was stopped goes on, equal cells share one run.
+
+Cells that begin alike share their first rounds: a method with averaging that starts late is run
+from there on, beginning with the rounds of the method without (`Method.trunk`).
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Method
 from fedbasin.core.record import RunFolder
-from fedbasin.experiment import from_mapping
+from fedbasin.experiment import Experiment, from_mapping
 from fedbasin.experiment.config import read_config
-from fedbasin.experiment.runs import Cell
-from fedbasin.papers.grid import Task
+from fedbasin.experiment.runs import Branch, Cell
+from fedbasin.papers.grid import Task, fingerprint
 from fedbasin.papers.results import Result, append, result_of
 
 
@@ -30,17 +37,39 @@ class Grid:
     results: Path
     data_dir: Path | None = None
     failures: dict[str, str] = field(default_factory=dict)
+    begun: set[Path] = field(default_factory=set)
 
-    def waiting(self) -> list[Cell]:
+    def unfinished(self) -> dict[Path, Experiment]:
         """Write the lines of runs that are over, and return those that are not, each once."""
-        cells: dict[Path, Cell] = {}
+        left: dict[Path, Experiment] = {}
         for task in self.tasks:
             path = task.folder(self.out)
             if over(path):
                 append(self.results, result_of(task, path, self.data_dir))
             else:
-                cells.setdefault(path, _cell(task, path))
-        return list(cells.values())
+                left.setdefault(path, _as_begun(task, path))
+        return left
+
+    def waiting(self) -> list[Cell]:
+        """Return the runs that can begin now and have not been returned before.
+
+        A run that goes on from another one of the grid waits until that one is over.
+        """
+        left = {path: run for path, run in self.unfinished().items() if path not in self.begun}
+        branches = {path: _branch(run, self.out) for path, run in left.items()}
+        leaving: dict[Path, set[int]] = defaultdict(set)
+        for wanted in filter(None, branches.values()):
+            leaving[wanted.trunk].add(wanted.round)
+        cells = []
+        for path, run in left.items():
+            branch = branches[path]
+            if branch and branch.trunk in left:
+                continue
+            if branch and not RunFolder(branch.trunk).branching(branch.round).exists():
+                branch = None
+            cells.append(Cell(run, path, branch, tuple(sorted(leaving[path]))))
+        self.begun.update(cell.path for cell in cells)
+        return cells
 
     def ended(self, cell: Cell, outcome: object) -> None:
         """Write the lines of a run that has just ended, or remember why it failed."""
@@ -67,8 +96,16 @@ def over(path: Path) -> bool:
     return folder.summary.exists() and folder.read_summary().get("status") == "diverged"
 
 
-def _cell(task: Task, path: Path) -> Cell:
-    """Return the run of a task; one that was begun goes on where, and as, it was begun."""
+def _as_begun(task: Task, path: Path) -> Experiment:
+    """Return what a task runs; one that was begun goes on as it was begun."""
     begun = RunFolder(path).config
-    experiment = from_mapping(read_config(begun)) if begun.exists() else task.experiment
-    return Cell(experiment, path)
+    return from_mapping(read_config(begun)) if begun.exists() else task.experiment
+
+
+def _branch(experiment: Experiment, out: Path) -> Branch | None:
+    """Return the run whose first rounds an experiment shares, and how many of them."""
+    method: Method = parse(experiment.method, "method")
+    plain, common = method.trunk(experiment.rounds)
+    if plain == method or not common:
+        return None
+    return Branch(out / fingerprint(replace(experiment, method=str(plain))), common)

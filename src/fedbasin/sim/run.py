@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -44,6 +44,7 @@ def run(
     facts: dict[str, Any],
     *,
     checkpoint_every: int = 10,
+    branching: Collection[int] = (),
     on_round: OnRound | None = None,
 ) -> dict[str, Any]:
     """Run, or go on with, the run of a folder; return and write its summary.
@@ -53,6 +54,7 @@ def run(
         folder: where its records go; a checkpoint found there is where it starts.
         facts: what the summary says beside the measured numbers.
         checkpoint_every: save after every k rounds, and at the end.
+        branching: rounds after which a checkpoint is kept for other runs to go on from.
         on_round: called with each round's record, for progress displays.
     """
     server, states, spent = _restored(federation, folder)
@@ -72,6 +74,8 @@ def run(
                 records.append(record)
                 if on_round is not None:
                     on_round(record)
+                if record.round in branching:
+                    _keep_branching(folder, Checkpoint(server, states.kept(), seconds()))
                 last = record.round == federation.rounds
                 if last or stopping() or record.round % checkpoint_every == 0:
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
@@ -94,6 +98,36 @@ def run(
     else:
         raise Interrupted(f"{reason}; go on with: fedbasin resume {folder.path}")
     return summary
+
+
+def graft(federation: Federation, folder: RunFolder, trunk: RunFolder, round: int) -> None:
+    """Begin a run with the first rounds of another one, which its method has in common with it.
+
+    Args:
+        federation: what is to run.
+        folder: where; it holds nothing yet.
+        trunk: the run of the method's `trunk`, which kept a checkpoint for it.
+        round: how many rounds are taken over.
+    """
+    plain, common = federation.method.trunk(federation.rounds)
+    if round > common:
+        raise ValueError(f"{federation.method} parts from {plain} after round {common}")
+    server, states = replace(federation, method=plain).begin()
+    found: Checkpoint = load(trunk.branching(round), Checkpoint(server, states.kept(), 0.0))
+    server, context = found.server, federation.context.at(round, 0.0)
+    state = federation.method.grow(server.state, server.send, context)
+    records = [record for record in trunk.read_rounds() if record.round <= round]
+    write_atomically(folder.rounds, "".join(record.line() + "\n" for record in records))
+    save(folder.checkpoint, replace(found, server=replace(server, state=state)))
+
+
+def _keep_branching(folder: RunFolder, checkpoint: Checkpoint) -> None:
+    """Keep a checkpoint for other runs, unless files that will be swept away belong to it."""
+    if folder.archive.exists() or folder.clients.exists():
+        return
+    path = folder.branching(checkpoint.server.round)
+    path.parent.mkdir(exist_ok=True)
+    save(path, checkpoint)
 
 
 def _restored(federation: Federation, folder: RunFolder) -> tuple[Server, ClientStates, float]:
