@@ -52,7 +52,7 @@ class NumpyClients:
 
     def cohort(self, round):
         f = self.federation
-        return draw_cohort(f.participation, f.eligible, f.key.fold("cohort", round)).tolist()
+        return draw_cohort(f.participation, f.eligible, f.key, round).tolist()
 
     def steps(self, round, client):
         """Yield the rows of every local step."""

@@ -138,7 +138,7 @@ def test_a_probe_gathers_the_full_gradients_before_training():
     b, _ = next(iter(cohort.rounds_from(*cohort.begin())))
     torch.testing.assert_close(a.send, b.send, rtol=1e-9, atol=1e-12)
     # The mean gradient over the cohort's rows, by hand.
-    clients = draw_cohort(loop.participation, loop.eligible, loop.key.fold("cohort", 0))
+    clients = draw_cohort(loop.participation, loop.eligible, loop.key, 0)
     shards = [loop.executor.population.shard(int(c)) for c in clients]
     inputs = torch.cat([s.inputs for s in shards]).double() / 255
     labels = torch.cat([s.labels for s in shards])

@@ -16,11 +16,7 @@ EVERYONE = np.arange(40)
 
 def cohorts(source, seeds=1, rounds=50):
     choice = parse(source, "participation")
-    return [
-        draw_cohort(choice, EVERYONE, root(s).fold("cohort", t))
-        for s in range(seeds)
-        for t in range(rounds)
-    ]
+    return [draw_cohort(choice, EVERYONE, root(s), t) for s in range(seeds) for t in range(rounds)]
 
 
 def test_cohorts_are_distinct_sorted_and_of_the_right_size():
@@ -28,7 +24,7 @@ def test_cohorts_are_distinct_sorted_and_of_the_right_size():
         assert len(cohort) == len(set(cohort.tolist())) == 10 and (np.diff(cohort) > 0).all()
     assert {len(c) for c in cohorts("fraction(rate=0.001)")} == {1}
     assert {len(c) for c in cohorts("fraction(rate=1)")} == {40}
-    assert len(parse("fraction(rate=0.29)")(np.arange(100), np.random.default_rng(0))) == 29
+    assert len(parse("fraction(rate=0.29)")(np.arange(100), np.random.default_rng(0), 0)) == 29
 
 
 def test_everyone_is_drawn_equally_often():
@@ -51,6 +47,19 @@ def test_seeds_and_rounds_give_different_cohorts_and_equal_keys_equal_ones():
     )
 
 
+def test_reseeded_cohorts_are_those_of_code_that_seeds_numpy_every_round():
+    """np.random.seed(2023 + t); np.random.choice(range(0, 100), 10, replace=False)"""
+    choice = parse("reseeded(seed=2023)", "participation")
+    for round, theirs in (
+        (0, [0, 12, 20, 44, 46, 56, 66, 68, 82, 91]),
+        (1, [14, 17, 19, 24, 26, 35, 58, 70, 77, 95]),
+        (399, [2, 16, 18, 29, 36, 43, 50, 64, 85, 96]),
+    ):
+        for seed in (0, 1):
+            ours = draw_cohort(choice, np.arange(100), root(seed), round)
+            assert ours.tolist() == theirs
+
+
 @pytest.mark.parametrize(
     ("source", "word"),
     [
@@ -59,12 +68,15 @@ def test_seeds_and_rounds_give_different_cohorts_and_equal_keys_equal_ones():
         ("count(clients=0)", "clients"),
         ("count(clients=41)", "only 40"),
         ("bernoulli(rate=-1)", "rate"),
+        ("reseeded(seed=1, rate=0)", "rate"),
+        ("reseeded(seed=-1)", "seed must be from 0"),
+        ("reseeded(seed=2147483648)", "seed must be from 0"),
         ("bernoulli(rate=1e-12)", "empty"),
     ],
 )
 def test_impossible_participation_is_refused(source, word):
     with pytest.raises(ValueError, match=word):
-        draw_cohort(parse(source, "participation"), EVERYONE, root(0))
+        draw_cohort(parse(source, "participation"), EVERYONE, root(0), 0)
 
 
 def test_drop_outs_happen_at_their_rate():

@@ -124,9 +124,7 @@ def test_statistics_follow_their_policy():
     from fedbasin.sim.loop import Sent
     from fedbasin.sim.participation import draw_cohort
 
-    cohort = draw_cohort(
-        federation.participation, federation.eligible, federation.key.fold("cohort", 0)
-    )
+    cohort = draw_cohort(federation.participation, federation.eligible, federation.key, 0)
     server, states = federation.begin()
     gathered = federation.executor.train(
         cohort, Sent(server.send, server.buffers, (), 0), federation.schedule(0), states

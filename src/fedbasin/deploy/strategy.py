@@ -213,7 +213,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self._now = self._context.at(now, plan.lr, plan)
         online = self._clients.wait(max(self.min_available_nodes, 1))
         eligible = np.array(sorted(online), dtype=np.int64)
-        drawn = draw_cohort(self.participation, eligible, self.key.fold("cohort", now)).tolist()
+        drawn = draw_cohort(self.participation, eligible, self.key, now).tolist()
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
         if method.probes:
             nodes = {client: online[client] for client in drawn}

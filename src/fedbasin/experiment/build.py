@@ -144,7 +144,7 @@ def build(
     _say_cautions(method, experiment, net, population)
     participation: Choice = parse(experiment.sim.participation, "participation")
     eligible = np.flatnonzero(population.sizes > 0)
-    draw_cohort(participation, eligible, key.fold("cohort", 0))  # says what is wrong before the run
+    draw_cohort(participation, eligible, key, 0)  # says what is wrong before the run
     return Federation(
         method=method,
         context=context,

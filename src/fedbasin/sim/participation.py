@@ -10,14 +10,31 @@ from fedbasin.core.rng import Key
 
 
 @entry("participation")
-def fraction(eligible: np.ndarray, rng: np.random.Generator, *, rate: float = 0.1) -> np.ndarray:
+def fraction(
+    eligible: np.ndarray, rng: np.random.Generator, round: int, *, rate: float = 0.1
+) -> np.ndarray:
     """A fixed share: max(floor(rate * N), 1) clients, drawn without replacement."""
-    _check_rate(rate)
-    return _draw(eligible, rng, max(int(rate * len(eligible) + 1e-9), 1))
+    return eligible[rng.choice(len(eligible), size=_share(eligible, rate), replace=False)]
 
 
 @entry("participation")
-def count(eligible: np.ndarray, rng: np.random.Generator, *, clients: int) -> np.ndarray:
+def reseeded(
+    eligible: np.ndarray, rng: np.random.Generator, round: int, *, seed: int, rate: float = 0.1
+) -> np.ndarray:
+    """The same share as code draws it that seeds NumPy with `seed` + round, counted from 0.
+
+    FedIMA's does, with 2023. The run's own seed has no say.
+    """
+    if not 0 <= seed < 1 << 31:
+        raise ValueError(f"participation: seed must be from 0 to {(1 << 31) - 1}, got {seed}")
+    draws = np.random.RandomState(seed + round)
+    return eligible[draws.choice(len(eligible), size=_share(eligible, rate), replace=False)]
+
+
+@entry("participation")
+def count(
+    eligible: np.ndarray, rng: np.random.Generator, round: int, *, clients: int
+) -> np.ndarray:
     """A fixed number of clients, drawn without replacement."""
     if clients < 1:
         raise ValueError(f"participation: clients must be at least 1, got {clients}")
@@ -26,20 +43,23 @@ def count(eligible: np.ndarray, rng: np.random.Generator, *, clients: int) -> np
             f"participation: {clients} clients asked for, only {len(eligible)} hold data; "
             f"write count(clients={len(eligible)}) or fewer"
         )
-    return _draw(eligible, rng, clients)
+    return eligible[rng.choice(len(eligible), size=clients, replace=False)]
 
 
 @entry("participation")
-def bernoulli(eligible: np.ndarray, rng: np.random.Generator, *, rate: float = 0.1) -> np.ndarray:
+def bernoulli(
+    eligible: np.ndarray, rng: np.random.Generator, round: int, *, rate: float = 0.1
+) -> np.ndarray:
     """Every client joins by itself with probability `rate`; the cohort may come out empty."""
     _check_rate(rate)
     return eligible[rng.random(len(eligible)) < rate]
 
 
-def draw_cohort(choice: Choice, eligible: np.ndarray, key: Key) -> np.ndarray:
-    """Draw a cohort of at least one client; an empty draw is repeated with the next key."""
+def draw_cohort(choice: Choice, eligible: np.ndarray, key: Key, round: int) -> np.ndarray:
+    """Draw a round's cohort of at least one client; an empty draw is repeated with the next key."""
+    key = key.fold("cohort", round)
     for attempt in range(10_000):
-        cohort: np.ndarray = choice(eligible, key.fold(attempt).numpy())
+        cohort: np.ndarray = choice(eligible, key.fold(attempt).numpy(), round)
         if len(cohort):
             return np.sort(cohort)
     raise ValueError(f"participation: {choice} gave 10,000 empty cohorts in a row; raise its rate")
@@ -52,8 +72,9 @@ def drop_out(cohort: np.ndarray, rate: float, key: Key) -> np.ndarray:
     return cohort[key.numpy().random(len(cohort)) >= rate]
 
 
-def _draw(eligible: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
-    return eligible[rng.choice(len(eligible), size=size, replace=False)]
+def _share(eligible: np.ndarray, rate: float) -> int:
+    _check_rate(rate)
+    return max(int(rate * len(eligible) + 1e-9), 1)
 
 
 def _check_rate(rate: float) -> None:

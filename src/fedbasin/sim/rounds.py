@@ -108,7 +108,7 @@ class Federation:
 
     def cohort(self, round: int) -> tuple[np.ndarray, np.ndarray]:
         """Return who is drawn in a round, counted from 0, and who of them answers."""
-        drawn = draw_cohort(self.participation, self.eligible, self.key.fold("cohort", round))
+        drawn = draw_cohort(self.participation, self.eligible, self.key, round)
         return drawn, drop_out(drawn, self.dropout, self.key.fold("dropout", round))
 
     def rounds_from(
