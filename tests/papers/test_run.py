@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 from fedbasin.cli import app
 from fedbasin.core.record import RunFolder
 from fedbasin.experiment import run
+from fedbasin.experiment.runs import Branch, run_cell
 from fedbasin.papers import load_table, reason, table_names, tasks_of
 from fedbasin.papers.results import read
+from fedbasin.papers.run import Grid
 from fedbasin.papers.tables import read_table, select
 
 TOML = """
@@ -274,3 +276,29 @@ def test_a_branch_whose_trunk_fails_runs_whole(invoke, tmp_path, monkeypatch):
     assert done.exit_code == 1 and "no luck" in str(done.exception)
     (line,) = read(tmp_path / "runs/papers/results.jsonl")
     assert (line.row, line.shared_rounds, line.status) == ("late", 0, "finished")
+
+
+def test_a_branch_waits_for_its_trunk_alone(tmp_path):
+    tasks, _ = tasks_of(ALIKE, ALIKE.rows, ALIKE.columns, [0], device="cpu")
+    folder = {task.row.name: task.folder(tmp_path) for task in tasks}
+    grid = Grid(tuple(tasks), tmp_path, tmp_path / "results.jsonl")
+    first = {cell.path: cell for cell in grid.waiting()}
+    assert set(first) == {folder["plain"], folder["early"]}
+    assert first[folder["plain"]].branching == (2,) and first[folder["early"]].branching == ()
+    run_cell(first[folder["early"]])
+    assert grid.waiting() == []  # the trunk has begun, and is not over
+    run_cell(first[folder["plain"]])
+    then = {cell.path: cell for cell in grid.waiting()}
+    assert set(then) == {folder["late"], folder["later"]}
+    assert {cell.branch for cell in then.values()} == {Branch(folder["plain"], 2)}
+    assert grid.waiting() == []
+
+
+def test_a_branch_does_without_a_trunk_that_failed(tmp_path):
+    tasks, _ = tasks_of(ALIKE, ALIKE.rows[:2], ALIKE.columns, [0], device="cpu")
+    grid = Grid(tuple(tasks), tmp_path, tmp_path / "results.jsonl")
+    (plain,) = grid.waiting()
+    grid.ended(plain, ValueError("no luck"))
+    (late,) = grid.waiting()
+    assert late.path == tasks[1].folder(tmp_path) and late.branch is None
+    assert grid.waiting() == [] and len(grid.failures) == 1

@@ -104,15 +104,24 @@ def run(
     if not tasks:
         raise ValueError(f"{name}: none of the cells asked for can be run here")
     grid = Runs(tuple(tasks), out, results or out / "results.jsonl", data_dir)
-    runs = len(grid.unfinished())
+    grid.collect()
+    left = [run.rounds for run in grid.unfinished().values()]
     console.print(
-        Text(f"{len(tasks)} results asked for, {runs} runs to do, in {out}"), soft_wrap=True
+        Text(f"{len(tasks)} results asked for, {len(left)} runs to do, in {out}"), soft_wrap=True
     )
     if jobs is None:
         on_cpu = pick_device(device).type == "cpu"
-        jobs = max(min(os.cpu_count() or 1, runs), 1) if on_cpu else 1
-    while waiting := grid.waiting():
-        run_with_progress(waiting, console, data_dir, jobs, on_cell=grid.ended)
+        jobs = max(min(os.cpu_count() or 1, len(left)), 1) if on_cpu else 1
+    if left:
+        run_with_progress(
+            grid.waiting(),
+            console,
+            data_dir,
+            jobs,
+            on_cell=grid.ended,
+            more=grid.waiting,
+            rounds=sum(left),
+        )
     _print_beside(table, grid.lines(read), *picked, only_ours=True)
     if grid.failures:
         told = "\n".join(f"  {command}\n    {why}" for command, why in grid.failures.items())

@@ -24,7 +24,7 @@ from rich.progress import (
 from fedbasin.core.record import RoundRecord
 
 if TYPE_CHECKING:
-    from fedbasin.experiment.runs import Cell, OnCell
+    from fedbasin.experiment.runs import Cell, More, OnCell
 
 
 def bar(console: Console, *beside: ProgressColumn) -> Progress:
@@ -41,11 +41,14 @@ def run_with_progress(
     *,
     tensorboard: bool = False,
     on_cell: OnCell | None = None,
+    more: More = list,
+    rounds: int | None = None,
 ) -> list[dict[str, Any]]:
     """Run or go on with the cells, showing one bar for all rounds; return their summaries.
 
     The bar reads the records the runs write, so it works the same for processes of their own.
-    `on_cell` is told of each cell as it ends, as in `run_cells`.
+    `on_cell` is told of each cell as it ends and `more` asked for further ones, as in `run_cells`;
+    `rounds` counts theirs too.
     """
     import torch
 
@@ -54,16 +57,28 @@ def run_with_progress(
     if "OMP_NUM_THREADS" not in os.environ:
         # Small steps gain nothing from more, and lose much where other work shares the cores.
         torch.set_num_threads(1)
-    total = sum(cell.experiment.rounds for cell in layout)
+    shown = list(layout)
+    total = rounds or sum(cell.experiment.rounds for cell in layout)
+
+    def seen() -> list[Cell]:
+        found = more()
+        shown.extend(found)
+        return found
+
     accuracy = TextColumn("{task.fields[accuracy]}")
     with bar(console, TimeRemainingColumn(), accuracy) as progress:
         task = progress.add_task("starting", total=total, accuracy="")
         finished = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(layout, progress, task, finished))
+        watcher = threading.Thread(target=_watch, args=(shown, progress, task, finished))
         watcher.start()
         try:
             return run_cells(
-                layout, data_dir=data_dir, jobs=jobs, tensorboard=tensorboard, on_cell=on_cell
+                layout,
+                data_dir=data_dir,
+                jobs=jobs,
+                tensorboard=tensorboard,
+                on_cell=on_cell,
+                more=seen,
             )
         finally:
             finished.set()
@@ -74,11 +89,12 @@ def _watch(
     layout: Sequence[Cell], progress: Progress, task: TaskID, finished: threading.Event
 ) -> None:
     """Show how many rounds are recorded, and the latest one, until the runs are over."""
-    places = dict.fromkeys((cell.path for cell in layout), 0)  # bytes read so far
-    rounds = dict.fromkeys(places, 0)
+    places: dict[Path, int] = {}  # bytes read so far
+    rounds: dict[Path, int] = {}
     while not finished.wait(0.3):
-        for cell in layout:
-            lines, places[cell.path] = _new_lines(cell.path / "rounds.jsonl", places[cell.path])
+        for cell in tuple(layout):  # which may grow meanwhile
+            place = places.get(cell.path, 0)
+            lines, places[cell.path] = _new_lines(cell.path / "rounds.jsonl", place)
             if not lines:
                 continue
             latest = RoundRecord.read(lines[-1])

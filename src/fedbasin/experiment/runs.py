@@ -9,12 +9,12 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -199,6 +199,7 @@ class Cell:
 
 
 OnCell = Callable[[Cell, dict[str, Any] | Exception], None]
+More = Callable[[], list[Cell]]
 
 
 def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: Path) -> list[Cell]:
@@ -241,12 +242,13 @@ def run_cell(
 
 
 def run_cells(
-    layout: Sequence[Cell],
+    layout: Iterable[Cell],
     *,
     data_dir: Path | None = None,
     jobs: int = 1,
     tensorboard: bool = False,
     on_cell: OnCell | None = None,
+    more: More = list,
 ) -> list[dict[str, Any]]:
     """Run what is not finished of a comparison and return all summaries.
 
@@ -257,24 +259,34 @@ def run_cells(
         tensorboard: also write each round's numbers as TensorBoard's events.
         on_cell: called as a cell ends, with its summary or with what went wrong; the others then
             go on. Without it the first error ends the comparison.
+        more: called as a cell ends for the cells that could not begin before.
     """
     summaries: dict[Path, dict[str, Any]] = {}
-    for cell, outcome in _outcomes(layout, data_dir, jobs, tensorboard):
+    known = list(layout)
+
+    def seen() -> list[Cell]:
+        found = more()
+        known.extend(found)
+        return found
+
+    for cell, outcome in _outcomes(tuple(known), data_dir, jobs, tensorboard, seen):
         if on_cell is not None:
             on_cell(cell, outcome)
         elif isinstance(outcome, Exception):
             raise outcome
         if not isinstance(outcome, Exception):
             summaries[cell.path] = outcome
-    return [summaries[cell.path] for cell in layout if cell.path in summaries]
+    return [summaries[cell.path] for cell in known if cell.path in summaries]
 
 
 def _outcomes(
-    layout: Sequence[Cell], data_dir: Path | None, jobs: int, tensorboard: bool
+    layout: Iterable[Cell], data_dir: Path | None, jobs: int, tensorboard: bool, more: More
 ) -> Iterator[tuple[Cell, dict[str, Any] | Exception]]:
     """Yield each cell as it ends, with its summary or its error."""
+    left = deque(layout)
     if jobs == 1:
-        for cell in layout:
+        while left:
+            cell = left.popleft()
             outcome: dict[str, Any] | Exception
             try:
                 outcome = _run_watched(cell, data_dir, tensorboard)
@@ -283,22 +295,22 @@ def _outcomes(
             except Exception as error:
                 outcome = error
             yield cell, outcome
+            left.extend(more())
         return
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_single_thread)
     try:
-        # No more at once than processes: what a pool holds ready, it runs after Ctrl-C too.
-        left = iter(layout)
         running: dict[Future[dict[str, Any]], Cell] = {}
-        for cell in islice(left, jobs):
-            running[pool.submit(_run_apart, cell, data_dir, tensorboard)] = cell
-        while running:
+        while left or running:
+            # No more at once than processes: what a pool holds ready, it runs after Ctrl-C too.
+            while left and len(running) < jobs:
+                cell = left.popleft()
+                running[pool.submit(_run_apart, cell, data_dir, tensorboard)] = cell
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 failed = future.exception()
                 if failed is not None and not isinstance(failed, Exception):
                     raise failed
-                for cell in islice(left, 1):
-                    running[pool.submit(_run_apart, cell, data_dir, tensorboard)] = cell
                 yield running.pop(future), failed or future.result()
+            left.extend(more())
     finally:
         pool.shutdown(cancel_futures=True)
 

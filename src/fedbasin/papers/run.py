@@ -38,24 +38,27 @@ class Grid:
     data_dir: Path | None = None
     failures: dict[str, str] = field(default_factory=dict)
     begun: set[Path] = field(default_factory=set)
+    failed: set[Path] = field(default_factory=set)
 
-    def unfinished(self) -> dict[Path, Experiment]:
-        """Write the lines of runs that are over, and return those that are not, each once."""
-        left: dict[Path, Experiment] = {}
+    def collect(self) -> None:
+        """Write the lines of runs that are over already."""
         for task in self.tasks:
             path = task.folder(self.out)
             if over(path):
                 append(self.results, result_of(task, path, self.data_dir))
-            else:
-                left.setdefault(path, _as_begun(task, path))
-        return left
+
+    def unfinished(self) -> dict[Path, Experiment]:
+        """Return the runs that are not over, each once."""
+        paths = {task.folder(self.out): task for task in self.tasks}
+        return {path: _as_begun(task, path) for path, task in paths.items() if not over(path)}
 
     def waiting(self) -> list[Cell]:
         """Return the runs that can begin now and have not been returned before.
 
-        A run that goes on from another one of the grid waits until that one is over.
+        A run that goes on from another one of the grid waits until that one is over, or failed.
         """
-        left = {path: run for path, run in self.unfinished().items() if path not in self.begun}
+        ahead = {path: run for path, run in self.unfinished().items() if path not in self.failed}
+        left = {path: run for path, run in ahead.items() if path not in self.begun}
         branches = {path: _branch(run, self.out) for path, run in left.items()}
         leaving: dict[Path, set[int]] = defaultdict(set)
         for wanted in filter(None, branches.values()):
@@ -63,7 +66,7 @@ class Grid:
         cells = []
         for path, run in left.items():
             branch = branches[path]
-            if branch and branch.trunk in left:
+            if branch and branch.trunk in ahead:
                 continue
             if branch and not RunFolder(branch.trunk).branching(branch.round).exists():
                 branch = None
@@ -73,6 +76,8 @@ class Grid:
 
     def ended(self, cell: Cell, outcome: object) -> None:
         """Write the lines of a run that has just ended, or remember why it failed."""
+        if isinstance(outcome, Exception):
+            self.failed.add(cell.path)
         for task in self.tasks:
             if task.folder(self.out) != cell.path:
                 continue
