@@ -134,6 +134,34 @@ def test_what_diverged_reaches_no_bar(score):
     assert shown(*both, base).verdict.startswith("miss")
 
 
+COUNTED = read_table(
+    TOML.replace("[setup]", '[score]\nkind = "rounds_to_target"\ntarget = 61.0\n[setup]'),
+    "x/table1",
+)
+
+
+@pytest.mark.parametrize(
+    ("score", "base", "verdict"),
+    [
+        (61.0, 51.0, "gain"),  # the paper has 60 over 50
+        (56.0, 51.0, "gain"),
+        (55.9, 51.0, "missed, no reason yet"),  # less than half
+        (60.0, None, "missed, no reason yet"),  # equal to the paper's, but rounds are no points
+        (None, 51.0, "missed, no reason yet"),  # never got there
+        (45.0, 51.0, "missed, no reason yet"),  # the other way
+    ],
+)
+def test_rounds_to_a_target_are_judged_by_the_gain_alone(score, base, verdict):
+    results = [line("scaffold", "a", 0, score, table=COUNTED)]
+    results += [] if base is None else [line("fedavg", "a", 0, base, table=COUNTED)]
+    lines = {
+        (found.row, found.column): found.verdict
+        for found in lines_of(COUNTED, results, COUNTED.rows, COUNTED.columns)
+    }
+    assert lines["scaffold", "a"] == verdict
+    assert lines["fedavg", "a"] == "-"  # a baseline has nothing to save
+
+
 def test_a_miss_with_a_finding_says_so_on_its_cell_alone():
     results = [line(row, column, 0, 10.0) for row in ("fedavg", "scaffold") for column in "ab"]
     assert shown(*results, column="b").verdict == "missed"

@@ -152,9 +152,13 @@ def _verdict(
     gain_paper: float | None,
     gain_ours: float | None,
 ) -> str:
-    """Hold a full-length accuracy against the bar: near, or at least half of the gain."""
-    score = table.score_of(row, column)
-    if ours is None or not score.kind.startswith("accuracy"):
+    """Hold a full-length result against the bar: near, or at least half of the gain.
+
+    Rounds have no points to be near by: what counts is how many are saved.
+    """
+    kind = table.score_of(row, column).kind
+    rounds = kind == "rounds_to_target"
+    if ours is None or kind == "note" or (rounds and gain_paper is None):
         return "-"
     if ours.reduced:
         return "reduced"
@@ -163,7 +167,7 @@ def _verdict(
     if difference is None and gain_paper is None:
         return "-"
     whole = all(result.status != "diverged" for result in ours.results)
-    if whole and difference is not None and abs(difference) <= NEAR:
+    if whole and not rounds and difference is not None and abs(difference) <= NEAR:
         return "near"
     if (
         whole
