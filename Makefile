@@ -38,9 +38,10 @@ format: $(VENV)/.dev ## rewrite the code in the house format
 bench-peers: $(VENV)/.core ## run the same work with Flower, pfl-research, FedLab, FedJAX and fedbasin
 	$(BIN)/python benchmarks/speed/cpu.py --out benchmarks/speed/results/cpu.json $(ARGS)
 
-bench-gpu: $(VENV)/.core ## measure the executors and the public simulator benchmark on a GPU
+bench-gpu: $(VENV)/.core ## measure the executors, the public simulator benchmark and a whole run on a GPU
 	$(BIN)/python benchmarks/speed/gpu.py --out benchmarks/speed/results/gpu.json
 	$(BIN)/python benchmarks/speed/public.py --out benchmarks/speed/results/public.json $(ARGS)
+	$(BIN)/python benchmarks/speed/whole_run.py --out benchmarks/speed/results/whole_run.json
 
 bench-scaling: $(VENV)/.core ## measure rounds of up to 1,000 clients among up to 100,000
 	$(BIN)/python benchmarks/speed/scaling.py --out benchmarks/speed/results/scaling.json $(ARGS)
