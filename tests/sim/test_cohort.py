@@ -172,6 +172,24 @@ def test_a_run_compiles_a_handful_of_shapes_and_never_again():
     assert seen[-1] == seen[2] <= 2  # one client, and any number more
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_fewer_epochs_need_no_further_compiling_and_train_as_ever():
+    """`ima(decay="epochs")` asks for ever fewer."""
+    loop, cohort = executors("logistic", (1, 6, 6))
+    cohort = replace(cohort, compiled=True, backend="eager")
+    vector, buffers = cohort.trainer.net.initial()
+    who, seen = np.array([0, 2, 3]), []
+    for t, epochs in enumerate((3, 2, 1, 4)):
+        sent, plan = Sent(vector, buffers, (), t), Plan(0.1, epochs)
+        ours, theirs = (
+            each.train(who, sent, plan, ClientStates((), vector)).replies for each in (cohort, loop)
+        )
+        torch.testing.assert_close(ours.models, theirs.models, rtol=1e-9, atol=1e-12)
+        assert ours.steps.tolist() == theirs.steps.tolist()
+        seen.append(cohort.counters.compiled)
+    assert 0 < seen[0] == seen[1] == seen[2] < seen[3]  # more steps than ever do need it
+
+
 def test_a_step_that_is_compiled_for_each_size_takes_fewer_sizes():
     """On a CPU clients are groups of torch's convolution."""
     sizes = (29, 25, 21, 17, 13, 9, 5)

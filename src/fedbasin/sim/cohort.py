@@ -61,6 +61,7 @@ class Counters:
 
     compiled: int = 0  # how often the step was compiled
     width: int = 0  # most clients that advance together; 0 until it is known
+    longest: int = 0  # most steps that a client of the population has been asked for
     useful: int = 0  # client-steps that trained
     total: int = 0  # client-steps that were computed
 
@@ -218,9 +219,11 @@ class CohortExecutor(Executor):
         sizes, limit, late, who = (
             t.to(device) for t in (sizes, limit, late, torch.from_numpy(clients.astype(np.int64)))
         )
-        # One shape for all rounds: as many steps as the largest client of the population takes.
+        # One shape for all rounds: as many steps as the largest client of the population takes, now
+        # or in an earlier round, where a plan asks for ever fewer.
         most = max(int(self.population.sizes.max()), 1)
-        longest = max(count_steps(plan, most, batch), 1)
+        longest = max(count_steps(plan, most, batch), self.counters.longest, 1)
+        self.counters.longest = longest
         chances = self._chances(clients, most)
         epochs = max(1, int(np.max(-(-steps // np.maximum(passes, 1)))))
         rows, real = cohort_rows(keys, sizes, limit, batch, longest, most, epochs, chances)
