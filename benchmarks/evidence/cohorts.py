@@ -8,7 +8,8 @@ FedIMA's CIFAR-10 setting on the authors' split, methods without averaging, unde
 a seed of the run and under the authors' own, `reseeded(seed=2023)`; what the file holds is not run
 again. `--balance` runs nothing: it prints how far the labels of a cohort's rows are from those of
 all rows (Kullback-Leibler divergence in nats), mean over all rounds, the last 50, and the ten that
-are scored. `--model 'mlp(widths=(64,))'` fits a CPU.
+are scored, and the twelve rounds in which they are nearest. `--model 'mlp(widths=(64,))'` fits a
+CPU.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def balance() -> None:
     labels = rows.splits.train.labels
     held = np.stack([np.bincount(labels[mine], minlength=10) for mine in rows.parts.clients])
     even = held.sum(0) / held.sum()
-    print("| cohorts | all rounds | last 50 | last 10 |\n|---|---|---|---|")
+    print("| cohorts | all rounds | last 50 | last 10 | evenest rounds |\n|---|---|---|---|---|")
     for source, (participation, seed) in SOURCES.items():
         choice, everyone = parse(participation, "participation"), np.arange(len(held))
         apart = []
@@ -83,7 +84,8 @@ def balance() -> None:
             share = seen[seen > 0] / seen.sum()
             apart.append(float((share * np.log(share / even[seen > 0])).sum()))
         means = (fmean(apart[-last:]) for last in (len(apart), 50, 10))
-        print(f"| {source} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
+        evenest = ", ".join(str(round + 1) for round in np.argsort(apart)[:12])
+        print(f"| {source} | " + " | ".join(f"{mean:.3f}" for mean in means) + f" | {evenest} |")
 
 
 def show(lines: list[dict]) -> None:
