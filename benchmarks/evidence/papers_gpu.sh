@@ -3,18 +3,19 @@
 #
 #   benchmarks/evidence/papers_gpu.sh RESULTS [PART...]     PART: first, ima, law, wima, wcm, cda, more
 #
-# RESULTS is the file that lines are added to. Run folders lie in RUNS (runs/papers by default): the
-# same command goes on where it was stopped and repeats nothing. LIMIT (seconds, 420 by default) is
+# RESULTS is the file that lines are added to; begin with a copy of those that ship with fedbasin
+# (src/fedbasin/papers/results/*.jsonl), which are then not run again. Run folders lie in RUNS
+# (runs/papers by default): the same command goes on where it was stopped and repeats nothing. LIMIT (seconds, 420 by default) is
 # when no further command is begun. JOBS runs at once (6 by default) share the GPU, through CUDA's
-# multi-process service where there is one: six runs of 400 rounds of the CIFAR CNN took 160 s on an
-# H200, starting and compiling included.
+# multi-process service where there is one: the 30 cells of IMA's Table 2 took 473 s on an H200 with
+# eight jobs, starting and compiling included (runs without averaging whole, the others from t_s on).
 # Seconds in brackets are estimates for one H200 and one job, from 0.2 ms a client-step of a CNN,
 # 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 1.9 ms of ResNet-18; compiling comes on top. Rounds of few
 # clients leave a GPU idle: give them more jobs (JOBS=12 for cda).
 # Afterwards, to keep the lines and renew the page:
 #
 #   for p in ima fedlaw wima fedcda fedwcm; do
-#       grep "\"table\": \"$p/" RESULTS >>src/fedbasin/papers/results/$p.jsonl
+#       grep "\"table\": \"$p/" RESULTS >src/fedbasin/papers/results/$p.jsonl
 #   done
 #   fedbasin paper show --markdown >docs/papers.md
 set -euo pipefail

@@ -91,6 +91,14 @@ def test_equal_cells_run_once_and_each_has_its_line(invoke, tmp_path):
     assert "0 runs to do" in again.output
     assert len(read(tmp_path / "runs/papers/results.jsonl")) == 2
 
+    folder = tmp_path / "runs/papers" / plain.config
+    folder.rename(tmp_path / "elsewhere")  # what has its line is not run again
+    again = invoke("run", "x/table1", "--rows", "fedavg*", "--columns", "digits")
+    assert "0 runs to do" in again.output and f"{plain.score:.2f} (1 seed)" in again.output
+    again = invoke("run", "x/table1", "--rows", "fedavg", "--columns", "digits", "--rounds", "0.5")
+    assert "1 runs to do" in again.output  # another length is another line
+    (tmp_path / "elsewhere").rename(folder)
+
     (tmp_path / "runs/papers/results.jsonl").unlink()  # lines come from the runs that are over
     invoke("run", "x/table1", "--rows", "fedavg*", "--columns", "digits")
     assert read(tmp_path / "runs/papers/results.jsonl") == [plain, averaged]

@@ -85,13 +85,13 @@ def run(
 ) -> None:
     """Run cells of a table; finished ones are kept, stopped ones go on.
 
-    Every cell and seed is a run folder in --out and one line in results.jsonl. Give the same
-    command again after a crash or Ctrl-C. A cell that fails does not stop the others. Cells that
-    begin alike, as a method with and without late averaging do, share their first rounds.
+    Every cell and seed is a run folder in --out and one line in results.jsonl; what has its line is
+    not run again. Give the same command again after a crash or Ctrl-C. A cell that fails does not
+    stop the others. Cells that begin alike, as a method with and without late averaging do, share
+    their first rounds.
     """
     from fedbasin.experiment.build import pick_device
     from fedbasin.papers import load_table, tasks_of
-    from fedbasin.papers.results import read
     from fedbasin.papers.run import Grid as Runs
 
     table = load_table(name)
@@ -122,7 +122,7 @@ def run(
             more=grid.waiting,
             rounds=sum(left),
         )
-    _print_beside(table, grid.lines(read), *picked, only_ours=True)
+    _print_beside(table, grid.lines(), *picked, only_ours=True)
     if grid.failures:
         told = "\n".join(f"  {command}\n    {why}" for command, why in grid.failures.items())
         raise RuntimeError(f"{len(grid.failures)} cells failed; the others are done:\n{told}")

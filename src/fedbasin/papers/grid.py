@@ -52,6 +52,12 @@ class Task:
         return fingerprint(self.experiment)
 
     @property
+    def key(self) -> tuple[str, str, str, int, int, str]:
+        """What its line is found by."""
+        cell = self.table.name, self.row.name, self.column.name
+        return *cell, self.seed, self.experiment.rounds, self.config
+
+    @property
     def command(self) -> str:
         """The command that runs this task alone."""
         parts = ["fedbasin", "paper", "run", self.table.name, "--rows", self.row.name]

@@ -7,7 +7,6 @@ from there on, beginning with the rounds of the method without (`Method.trunk`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from fedbasin.experiment import Experiment, from_mapping
 from fedbasin.experiment.config import read_config
 from fedbasin.experiment.runs import Branch, Cell
 from fedbasin.papers.grid import Task, fingerprint
-from fedbasin.papers.results import Result, append, result_of
+from fedbasin.papers.results import Result, append, read, result_of
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,9 @@ class Grid:
                 append(self.results, result_of(task, path, self.data_dir))
 
     def unfinished(self) -> dict[Path, Experiment]:
-        """Return the runs that are not over, each once."""
-        paths = {task.folder(self.out): task for task in self.tasks}
+        """Return the runs that are not over and have a line to write, each once."""
+        written = {line.key for line in self._written()}
+        paths = {task.folder(self.out): task for task in self.tasks if task.key not in written}
         return {path: _as_begun(task, path) for path, task in paths.items() if not over(path)}
 
     def waiting(self) -> list[Cell]:
@@ -86,11 +86,13 @@ class Grid:
             else:
                 append(self.results, result_of(task, cell.path, self.data_dir))
 
-    def lines(self, read: Callable[[Path], Iterable[Result]]) -> list[Result]:
+    def lines(self) -> list[Result]:
         """Return the lines that belong to the tasks."""
-        asked = {(t.table.name, t.row.name, t.column.name, t.seed, t.config) for t in self.tasks}
-        found = read(self.results) if self.results.exists() else []
-        return [r for r in found if (r.table, r.row, r.column, r.seed, r.config) in asked]
+        asked = {task.key for task in self.tasks}
+        return [line for line in self._written() if line.key in asked]
+
+    def _written(self) -> list[Result]:
+        return read(self.results) if self.results.exists() else []
 
 
 def over(path: Path) -> bool:
