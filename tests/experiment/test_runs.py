@@ -259,6 +259,11 @@ def test_a_branch_that_is_stopped_resumes_and_still_says_where_it_came_from(trun
 
     with pytest.raises(Crash):
         run(LATE, tmp_path / "branch", branch=Branch(trunk, 5), on_round=crash)
+    said = (tmp_path / "branch/branch.json").read_text()
+    (tmp_path / "branch/branch.json").write_text("[5]")
+    with pytest.raises(RecordError, match=r"branch.json must hold one object"):
+        resume(tmp_path / "branch")
+    (tmp_path / "branch/branch.json").write_text(said)
     resumed = resume(tmp_path / "branch")
     assert resumed["branch"] == whole["branch"]
     model = (tmp_path / "whole/model.safetensors").read_bytes()

@@ -191,17 +191,26 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any]:
         """Read the headline numbers."""
         try:
-            found = json.loads(self.summary.read_text(encoding="utf-8"))
+            return _read_object(self.summary)
         except FileNotFoundError as error:
             raise RecordError(
                 f"{self.path} has no summary.json: the run has not finished; resume it with "
                 f"fedbasin resume {self.path}"
             ) from error
-        except ValueError as error:
-            raise RecordError(f"{self.summary} is not JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise RecordError(f"{self.summary} must hold one object")
-        return found
+
+    def read_branch(self) -> dict[str, Any]:
+        """Read which run the first rounds were taken from; empty where they were not."""
+        return _read_object(self.branch) if self.branch.exists() else {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RecordError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise RecordError(f"{path} must hold one object")
+    return found
 
 
 def write_atomically(path: Path, content: str) -> None:

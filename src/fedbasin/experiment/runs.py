@@ -108,13 +108,11 @@ def _run(
     branching: Collection[int],
     on_round: OnRound | None,
 ) -> dict[str, Any]:
-    known = facts(experiment)
-    if folder.branch.exists():
-        known["branch"] = json.loads(folder.branch.read_text(encoding="utf-8"))
+    taken = folder.read_branch()
     return run_federation(
         federation,
         folder,
-        known,
+        facts(experiment) | ({"branch": taken} if taken else {}),
         checkpoint_every=experiment.sim.checkpoint_every,
         branching=branching,
         on_round=on_round,
