@@ -35,9 +35,8 @@ from fedbasin.experiment.config import read_preset
 from fedbasin.sim.participation import draw_cohort
 
 METHODS = ("fedavg", "fednova", "fedasam(rho=0.7, eta=0.2)", "fedyogi(first='zero')")
-SEED = "seed {}"
 AUTHORS = "authors"
-SOURCES = {SEED.format(n): ("fraction(rate=0.1)", n) for n in range(6)}
+SOURCES = {f"seed {n}": ("fraction(rate=0.1)", n) for n in range(6)}
 SOURCES[AUTHORS] = ("reseeded(seed=2023, rate=0.1)", 0)
 
 

@@ -5,8 +5,8 @@
 #
 # RESULTS is the file that lines are added to; begin with a copy of those that ship with fedbasin
 # (src/fedbasin/papers/results/*.jsonl), which are then not run again. Run folders lie in RUNS
-# (runs/papers by default): the same command goes on where it was stopped and repeats nothing. LIMIT (seconds, 420 by default) is
-# when no further command is begun. JOBS runs at once (6 by default) share the GPU, through CUDA's
+# (runs/papers by default): the same command goes on where it was stopped and repeats nothing.
+# LIMIT (seconds, 420 by default) is when no further command is begun. JOBS runs at once (6 by default) share the GPU, through CUDA's
 # multi-process service where there is one: the 30 cells of IMA's Table 2 took 473 s on an H200 with
 # eight jobs, starting and compiling included (runs without averaging whole, the others from t_s on).
 # Seconds in brackets are estimates for one H200 and one job, from 0.2 ms a client-step of a CNN,

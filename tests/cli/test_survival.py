@@ -93,15 +93,26 @@ def test_ctrl_c_finishes_the_round_saves_and_says_how_to_resume(whole, tmp_path)
     assert records(folder) == records(whole)
 
 
-def test_ctrl_c_begins_no_further_run_of_a_comparison(tmp_path):
-    """The terminal signals all processes; one that is done must not take up the next run."""
+@pytest.mark.parametrize("who", ["all", "workers"])
+def test_ctrl_c_begins_no_further_run_of_a_comparison(who, tmp_path):
+    """The terminal signals all processes; one that is done must not take up the next run.
+
+    Workers alone: as if they had stopped before the first process came to hear of it.
+    """
     out, settings = tmp_path / "out", ["--rounds", "100000", *ARGUMENTS[7:]]
     command = ["compare", "fedavg", "scaffold", "fedadam", "ima", "--jobs", "2", "--seeds", "0"]
     process = start(*command, *settings, "--out", str(out), start_new_session=True)
     begun = [out / "fedavg" / "seed0", out / "scaffold" / "seed0"]
     for folder in begun:
         wait_for(process, folder, 1)
-    os.killpg(process.pid, signal.SIGINT)
+    if who == "all":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        found = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True
+        )
+        for child in found.stdout.split():
+            os.kill(int(child), signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert sorted(path.parent for path in out.glob("*/seed0/config.toml")) == begun

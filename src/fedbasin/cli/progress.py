@@ -34,7 +34,7 @@ def bar(console: Console, *beside: ProgressColumn) -> Progress:
 
 
 def run_with_progress(
-    layout: Sequence[Cell],
+    layout: list[Cell],
     console: Console,
     data_dir: Path | None,
     jobs: int = 1,
@@ -57,19 +57,12 @@ def run_with_progress(
     if "OMP_NUM_THREADS" not in os.environ:
         # Small steps gain nothing from more, and lose much where other work shares the cores.
         torch.set_num_threads(1)
-    shown = list(layout)
     total = rounds or sum(cell.experiment.rounds for cell in layout)
-
-    def seen() -> list[Cell]:
-        found = more()
-        shown.extend(found)
-        return found
-
     accuracy = TextColumn("{task.fields[accuracy]}")
     with bar(console, TimeRemainingColumn(), accuracy) as progress:
         task = progress.add_task("starting", total=total, accuracy="")
         finished = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(shown, progress, task, finished))
+        watcher = threading.Thread(target=_watch, args=(layout, progress, task, finished))
         watcher.start()
         try:
             return run_cells(
@@ -78,7 +71,7 @@ def run_with_progress(
                 jobs=jobs,
                 tensorboard=tensorboard,
                 on_cell=on_cell,
-                more=seen,
+                more=more,
             )
         finally:
             finished.set()

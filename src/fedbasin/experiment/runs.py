@@ -9,8 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -240,7 +239,7 @@ def run_cell(
 
 
 def run_cells(
-    layout: Iterable[Cell],
+    layout: list[Cell],
     *,
     data_dir: Path | None = None,
     jobs: int = 1,
@@ -257,34 +256,26 @@ def run_cells(
         tensorboard: also write each round's numbers as TensorBoard's events.
         on_cell: called as a cell ends, with its summary or with what went wrong; the others then
             go on. Without it the first error ends the comparison.
-        more: called as a cell ends for the cells that could not begin before.
+        more: called as a cell ends for the cells that could not begin before; they are added to
+            the layout.
     """
     summaries: dict[Path, dict[str, Any]] = {}
-    known = list(layout)
-
-    def seen() -> list[Cell]:
-        found = more()
-        known.extend(found)
-        return found
-
-    for cell, outcome in _outcomes(tuple(known), data_dir, jobs, tensorboard, seen):
+    for cell, outcome in _outcomes(layout, data_dir, jobs, tensorboard, more):
         if on_cell is not None:
             on_cell(cell, outcome)
         elif isinstance(outcome, Exception):
             raise outcome
         if not isinstance(outcome, Exception):
             summaries[cell.path] = outcome
-    return [summaries[cell.path] for cell in known if cell.path in summaries]
+    return [summaries[cell.path] for cell in layout if cell.path in summaries]
 
 
 def _outcomes(
-    layout: Iterable[Cell], data_dir: Path | None, jobs: int, tensorboard: bool, more: More
+    layout: list[Cell], data_dir: Path | None, jobs: int, tensorboard: bool, more: More
 ) -> Iterator[tuple[Cell, dict[str, Any] | Exception]]:
     """Yield each cell as it ends, with its summary or its error."""
-    left = deque(layout)
     if jobs == 1:
-        while left:
-            cell = left.popleft()
+        for cell in layout:  # which grows on the way
             outcome: dict[str, Any] | Exception
             try:
                 outcome = _run_watched(cell, data_dir, tensorboard)
@@ -293,22 +284,23 @@ def _outcomes(
             except Exception as error:
                 outcome = error
             yield cell, outcome
-            left.extend(more())
+            layout.extend(more())
         return
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_single_thread)
     try:
         running: dict[Future[dict[str, Any]], Cell] = {}
-        while left or running:
+        begun = 0
+        while begun < len(layout) or running:
             # No more at once than processes: what a pool holds ready, it runs after Ctrl-C too.
-            while left and len(running) < jobs:
-                cell = left.popleft()
+            for cell in layout[begun : begun + jobs - len(running)]:
                 running[pool.submit(_run_apart, cell, data_dir, tensorboard)] = cell
+                begun += 1
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 failed = future.exception()
-                if failed is not None and not isinstance(failed, Exception):
+                if isinstance(failed, Interrupted) or not isinstance(failed, Exception | None):
                     raise failed
                 yield running.pop(future), failed or future.result()
-            left.extend(more())
+            layout.extend(more())
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -323,7 +315,7 @@ def _run_apart(cell: Cell, data_dir: Path | None, tensorboard: bool) -> dict[str
     """Run a cell in a process of its own; what goes wrong comes back as text."""
     try:
         return _run_watched(cell, data_dir, tensorboard)
-    except (ValueError, OSError):
+    except (ValueError, OSError, Interrupted):
         raise
     except Exception as error:
         raise RuntimeError(f"{cell.path}: {type(error).__name__}: {error}") from None
