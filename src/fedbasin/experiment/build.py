@@ -36,8 +36,6 @@ from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
 from fedbasin.sim.workers import WorkerExecutor
 
-COMPILE_PAYS = 300  # rounds; measured on a CIFAR CNN, whose step takes half a minute to compile
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -186,6 +184,9 @@ def _context(experiment: Experiment, net: Net, population: Population, key: Key)
 MATRIX_PAYS_BELOW = 200_000
 # Compiling such a step takes a CPU 10 to 30 seconds and saves about 2 milliseconds each time.
 COMPILING_PAYS_FROM = 20_000
+# It takes a GPU half a minute, and on a CIFAR CNN that is won back in about 300 rounds of ten
+# clients with 500 rows and 5 epochs: as many rounds, or rows in fewer and larger ones.
+GPU_ROUNDS, GPU_ROWS = 300, 7_500_000
 
 
 def pick_executor(
@@ -202,7 +203,7 @@ def pick_executor(
         keep_freed_memory()
     if sim.executor == "loop" or (sim.executor == "auto" and not (on_cuda or _is_small(trainer))):
         return _loop(experiment, trainer, population, key)
-    compiled = trainer.net.compiles and _compiling_pays(experiment, population, on_cuda)
+    compiled = trainer.net.compiles and compiling_pays(experiment, population, key, on_cuda)
     if sim.compile != "auto":
         compiled = sim.compile == "on"
     memory = int(sim.memory * 2**30)
@@ -219,14 +220,20 @@ def _is_small(trainer: Trainer) -> bool:
     return layout.size < MATRIX_PAYS_BELOW and all(len(shape) <= 2 for shape in layout.shapes)
 
 
-def _compiling_pays(experiment: Experiment, population: Population, on_cuda: bool) -> bool:
+def compiling_pays(
+    experiment: Experiment, population: Population, key: Key, on_cuda: bool
+) -> bool:
     """Whether a run is long enough to compile its step, and on a CPU a compiler is there."""
-    if on_cuda:
-        return experiment.rounds >= COMPILE_PAYS
-    local, largest = experiment.local, int(population.sizes.max(initial=0))
+    rounds, local, sim = experiment.rounds, experiment.local, experiment.sim
     plan = Plan(local.lr, None, local.steps) if local.steps else Plan(local.lr, local.epochs)
-    steps = experiment.rounds * count_steps(plan, largest, local.batch)
-    return steps >= COMPILING_PAYS_FROM and shutil.which(os.environ.get("CXX", "g++")) is not None
+    steps = [count_steps(plan, int(rows), local.batch) for rows in population.sizes]
+    if on_cuda:
+        participation = parse(sim.participation, "participation")
+        cohort = draw_cohort(participation, np.flatnonzero(population.sizes > 0), key, 0)
+        rows = sum(steps[client] for client in cohort) * local.batch
+        return rounds >= GPU_ROUNDS or rounds * rows >= GPU_ROWS
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    return rounds * max(steps, default=0) >= COMPILING_PAYS_FROM and compiler is not None
 
 
 def _loop(experiment: Experiment, trainer: Trainer, population: Population, key: Key) -> Executor:

@@ -99,7 +99,8 @@ class SimConfig:
             0 is one process for a loop, and for Ray one for each GPU, or for each core.
         address: a running Ray cluster, ``"auto"`` or ``"host:port"``; empty starts one here.
         compile: whether the cohort's step is compiled; ``"auto"`` compiles on CUDA in runs of at
-            least 300 rounds, and on a CPU with a C++ compiler in those of 20,000 steps or more.
+            least 300 rounds or 7.5 million rows trained on, and on a CPU with a C++ compiler in
+            those of 20,000 steps or more.
         chunk: most clients that advance together; 0 is as many as the memory holds.
         memory: GiB that they may take; 0 is a share of what is free.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
