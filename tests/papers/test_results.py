@@ -162,6 +162,44 @@ def test_rounds_to_a_target_are_judged_by_the_gain_alone(score, base, verdict):
     assert lines["fedavg", "a"] == "-"  # a baseline has nothing to save
 
 
+LOSING = read_table(
+    TOML.replace("fedavg = [50.0, 50.0]", "fedavg = [70.0, 70.0]"),  # scaffold loses 10
+    "x/table1",
+)
+
+
+@pytest.mark.parametrize(
+    ("score", "verdict"),
+    [
+        (50.1, "missed, no reason yet"),  # less than half of the loss
+        (50.0, "gain"),
+        (35.0, "gain"),
+        (34.9, "missed, no reason yet"),  # a collapse
+    ],
+)
+def test_a_loss_is_reproduced_from_half_to_double(score, verdict):
+    results = [line("scaffold", "a", 0, score, table=LOSING)]
+    results += [line("fedavg", "a", 0, 55.0, table=LOSING)]
+    (found,) = lines_of(LOSING, results, LOSING.rows[1:], LOSING.columns[:1])
+    assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("score", "base", "verdict"),
+    [(30.0, 95.0, "gain"), (95.0, 30.0, "missed, no reason yet"), (50.0, 30.0, "gain")],
+)
+def test_fewer_rounds_are_never_too_few(score, base, verdict):
+    table = COUNTED if score > base else read_table(
+        TOML.replace("[setup]", '[score]\nkind = "rounds_to_target"\ntarget = 61.0\n[setup]')
+        .replace("fedavg = [50.0, 50.0]", "fedavg = [70.0, 70.0]"),
+        "x/table1",
+    )  # fmt: skip
+    results = [line("scaffold", "a", 0, score, table=table)]
+    results += [line("fedavg", "a", 0, base, table=table)]
+    (found,) = lines_of(table, results, table.rows[1:], table.columns[:1])
+    assert found.verdict == verdict
+
+
 def test_a_miss_with_a_finding_says_so_on_its_cell_alone():
     results = [line(row, column, 0, 10.0) for row in ("fedavg", "scaffold") for column in "ab"]
     assert shown(*results, column="b").verdict == "missed"

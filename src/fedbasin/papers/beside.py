@@ -169,15 +169,16 @@ def _verdict(
     whole = all(result.status != "diverged" for result in ours.results)
     if whole and not rounds and difference is not None and abs(difference) <= NEAR:
         return "near"
-    if (
-        whole
-        and gain_paper is not None
-        and gain_ours is not None
-        and gain_paper * gain_ours > 0
-        and abs(gain_ours) >= abs(gain_paper) / 2
-    ):
+    if whole and _reproduced(gain_paper, gain_ours, better=-1 if rounds else 1):
         return "gain"
     return "missed" if why(table, row, column) else "missed, no reason yet"
+
+
+def _reproduced(paper: float | None, ours: float | None, better: int) -> bool:
+    """Whether a gain is at least half of the paper's; a loss is at most double as well."""
+    if paper is None or ours is None or paper * ours <= 0 or abs(ours) < abs(paper) / 2:
+        return False
+    return paper * better > 0 or abs(ours) <= 2 * abs(paper)
 
 
 def why(table: Table, row: Axis, column: Axis) -> list[str]:

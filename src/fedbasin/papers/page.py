@@ -23,7 +23,8 @@ device and versions, is in `src/fedbasin/papers/results/`.
   paper's number, so neither gets a verdict.
 - **gain** is over the baseline: the row or column that the cell is compared with in its paper.
 - **verdict**: *near* is within 3 points of the paper; *gain* is the direction and at least half of
-  the gain; else *missed*. Rounds to a target are judged by the gain alone.
+  the gain (where the paper's method loses, at most double the loss too); else *missed*. Rounds to a
+  target are judged by the gain alone.
 - A method that averages late is its base until then: such a cell goes on from the base's run, and
   its line says how many rounds it shares.
 """
