@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fedbasin.core.rng import root
+from fedbasin.data import load
 from fedbasin.experiment import Experiment
-from fedbasin.experiment.build import compiling_pays
+from fedbasin.experiment.build import compiling_pays, cut_rows
 from fedbasin.sim import Population
 
 
@@ -53,3 +54,14 @@ def test_a_cpu_compiles_for_many_steps_where_there_is_a_compiler(monkeypatch, ro
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/c++" if found else None)
     run = sized(rounds, 0.1, epochs=5, batch=5)  # 250 steps a client
     assert compiling_pays(run, population(10, 250), root(0), on_cuda=False) == pays
+
+
+def test_held_out_rows_are_trained_on_by_nobody():
+    whole = Experiment().resolved()
+    part = replace(whole, partition=replace(whole.partition, hold_out=0.3))
+    every, kept = (cut_rows(e, load("digits")).parts for e in (whole, part))
+    assert kept.sizes().tolist() == [size - int(0.3 * size + 1e-9) for size in every.sizes()]
+    assert all(
+        np.isin(mine, before).all()
+        for mine, before in zip(kept.clients, every.clients, strict=True)
+    )

@@ -77,6 +77,7 @@ def test_resolving_is_canonical_and_idempotent():
         ({"local": {"lr": float("nan")}}, ["local.lr", "nan"]),
         ({"local": {"momentum": 1.0}}, ["local.momentum", "1.0"]),
         ({"sim": {"dropout": -0.1}}, ["sim.dropout", "-0.1"]),
+        ({"partition": {"hold_out": 1.0}}, ["partition.hold_out", "1.0"]),
         ({"data": {"imbalance": 0.0}}, ["data.imbalance", "0.0"]),
         ({"seed": -1}, ["seed", "-1"]),
         ({"sim": {"executor": "cohort", "workers": 2}}, ["sim.workers", "one matrix"]),

@@ -155,6 +155,34 @@ def test_show_reads_results_of_one_s_own(invoke, tmp_path):
     assert elsewhere.exit_code == 1 and "no.jsonl does not exist" in str(elsewhere.exception)
 
 
+def test_a_cell_is_a_config_file_that_runs_as_the_cell_does(invoke, tmp_path):
+    invoke("run", "x/table1", "--rows", "fedavg+wima", "--columns", "digits", "--jobs", "1")
+    (line,) = read(tmp_path / "runs/papers/results.jsonl")
+    printed = invoke("config", "x/table1", "--row", "fedavg+wima", "--column", "digits")
+    (tmp_path / "cell.toml").write_text(printed.output)
+    done = CliRunner().invoke(app, ["run", "cell.toml", "--out", "alone"], catch_exceptions=False)
+    assert done.exit_code == 0
+    scores = [record.accuracy for record in RunFolder(tmp_path / "alone").read_rounds()[-2:]]
+    assert 100 * sum(scores) / 2 == pytest.approx(line.score, abs=1e-3)
+    short = ("--seed", "3", "--rounds", "0.5")
+    printed = invoke("config", "x/table1", "--row", "law", "--column", "digits", *short).output
+    assert "seed = 3" in printed and "rounds = 2\n" in printed and 'method = "fedlaw"' in printed
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "told"),
+    [
+        ("fedavg*", "digits", "--row names fedavg, fedavg+wima: name one"),
+        ("fedavg", "*", "--column names digits, elsewhere: name one"),
+        ("fedavgg", "digits", "--row: nothing is called 'fedavgg'"),
+        ("fedavg", "elsewhere", "that cell cannot be run: no such machine"),
+    ],
+)
+def test_a_config_file_is_of_one_cell_that_can_run(invoke, row, column, told):
+    done = invoke("config", "x/table1", "--row", row, "--column", column)
+    assert done.exit_code == 1 and told in str(done.exception)
+
+
 def test_list_names_tables_methods_and_reasons(invoke, monkeypatch):
     one = invoke("list", "x/table1")
     assert "wima(window=2)" in one.output and "no such machine" in one.output

@@ -81,6 +81,27 @@ def test_cut_gives_each_client_its_stretch_of_the_list_sorted(sizes, dropped, se
     assert [client.tolist() for client in split.clients] == expected
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([0.0, 0.1, 0.3, 0.95]))
+def test_hold_out_leaves_every_client_the_rest_of_its_own_rows(sizes, share):
+    split = cut(np.random.default_rng(1).permutation(sum(sizes)), np.array(sizes), sum(sizes))
+    kept = split.hold_out(share, np.random.default_rng(2))
+    hundredths = round(100 * share)
+    assert kept.sizes().tolist() == [size - size * hundredths // 100 for size in sizes]
+    assert kept.rows == split.rows
+    for mine, before in zip(kept.clients, split.clients, strict=True):
+        assert set(mine.tolist()) <= set(before.tolist())
+
+
+def test_what_is_held_out_is_drawn():
+    split = cut(np.arange(1000), np.array([1000]), 1000)
+    (kept,) = split.hold_out(0.3, np.random.default_rng(0)).clients
+    (again,) = split.hold_out(0.3, np.random.default_rng(0)).clients
+    (other,) = split.hold_out(0.3, np.random.default_rng(1)).clients
+    assert np.array_equal(kept, again) and not np.array_equal(kept, other)
+    assert 300 < (kept < 500).sum() < 400  # of either half alike
+
+
 @given(st.integers(0, 1000), st.integers(1, 50))
 def test_even_sizes_are_those_of_array_split(total, parts):
     assert even(total, parts).tolist() == [len(p) for p in np.array_split(np.arange(total), parts)]

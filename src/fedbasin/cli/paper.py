@@ -129,6 +129,37 @@ def run(
 
 
 @app.command()
+def config(
+    name: Name,
+    row: Annotated[str, typer.Option(help="One row.")],
+    column: Annotated[str, typer.Option(help="One column.")],
+    seed: Annotated[
+        int | None, typer.Option(help="The seed; the table's first by default.")
+    ] = None,
+    rounds: Annotated[float, typer.Option(help="Share of the paper's rounds.")] = 1.0,
+) -> None:
+    """Print a cell as a config file, to run it with something changed.
+
+    What does a paper's number depend on? For instance: [bold]fedbasin paper config ima/table1 --row
+    fedavg --column 'cifar10 cnn dir0.1' >cell.toml; fedbasin run cell.toml --set
+    local.weight_decay=0[/bold]
+    """
+    from fedbasin.papers import load_table, tasks_of
+    from fedbasin.papers.tables import select
+
+    table = load_table(name)
+    picked = select(table.rows, row, "--row"), select(table.columns, column, "--column")
+    for option, axes in zip(("--row", "--column"), picked, strict=True):
+        if len(axes) > 1:
+            raise ValueError(f"{option} names {', '.join(axis.name for axis in axes)}: name one")
+    seed = table.seeds[0] if seed is None else seed
+    tasks, reasons = tasks_of(table, *picked, [seed], share=rounds)
+    if not tasks:
+        raise ValueError(f"{name}: that cell cannot be run: {', '.join(reasons)}")
+    typer.echo(tasks[0].experiment.to_toml())
+
+
+@app.command()
 def show(
     name: Annotated[str | None, typer.Argument(help="A table or figure; all if left out.")] = None,
     rows: Rows = "*",

@@ -90,6 +90,8 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
     how: Choice = parse(experiment.partition.how, "partition")
     pool = partition.Pool(train.labels, classes, train.groups)
     parts = how(pool, experiment.partition.clients, key.fold("partition").numpy())
+    if experiment.partition.hold_out:
+        parts = parts.hold_out(experiment.partition.hold_out, key.fold("hold out").numpy())
     return Rows(splits, parts, classes)
 
 
@@ -220,9 +222,7 @@ def _is_small(trainer: Trainer) -> bool:
     return layout.size < MATRIX_PAYS_BELOW and all(len(shape) <= 2 for shape in layout.shapes)
 
 
-def compiling_pays(
-    experiment: Experiment, population: Population, key: Key, on_cuda: bool
-) -> bool:
+def compiling_pays(experiment: Experiment, population: Population, key: Key, on_cuda: bool) -> bool:
     """Whether a run is long enough to compile its step, and on a CPU a compiler is there."""
     rounds, local, sim = experiment.rounds, experiment.local, experiment.sim
     plan = Plan(local.lr, None, local.steps) if local.steps else Plan(local.lr, local.epochs)

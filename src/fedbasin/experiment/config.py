@@ -53,11 +53,14 @@ class PartitionConfig:
         how: a partition, such as ``"dirichlet(alpha=0.1)"``.
         clients: number of clients, N.
         seed: fixes the partition apart from the run's seed; -1 follows the run's seed.
+        hold_out: share of every client's rows that it does not train on, as in code that keeps
+            them for validation at home.
     """
 
     how: str = "dirichlet(alpha=0.1)"
     clients: int = 50
     seed: int = -1
+    hold_out: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -250,7 +253,11 @@ def _check_ranges(experiment: Experiment) -> None:
     for name, value, least in low:
         if not value >= least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
-    shares = [("local.momentum", e.local.momentum), ("sim.dropout", e.sim.dropout)]
+    shares = [
+        ("partition.hold_out", e.partition.hold_out),
+        ("local.momentum", e.local.momentum),
+        ("sim.dropout", e.sim.dropout),
+    ]
     for name, share in shares:
         if not 0 <= share < 1:
             raise ConfigError(f"{name} must be in [0, 1), got {share}")
