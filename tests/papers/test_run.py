@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 from fedbasin.cli import app
 from fedbasin.core.record import RunFolder
-from fedbasin.experiment import run
+from fedbasin.experiment import from_mapping, run
+from fedbasin.experiment.config import override
 from fedbasin.experiment.runs import Branch, run_cell
 from fedbasin.papers import load_table, reason, table_names, tasks_of
+from fedbasin.papers.grid import fingerprint
 from fedbasin.papers.results import read
 from fedbasin.papers.run import Grid
 from fedbasin.papers.tables import read_table, select
@@ -233,6 +235,32 @@ def test_the_list_of_gpu_commands_names_cells_that_can_run(tmp_path):
         rows = select(table.rows, given.get("--rows", "*"), name)
         columns = select(table.columns, given.get("--columns", "*"), name)
         assert not any(reason(table, row, column) for row in rows for column in columns)
+
+
+def test_the_runs_behind_findings_change_a_cell_that_can_run(tmp_path):
+    script = Path(__file__).parents[2] / "benchmarks" / "evidence" / "papers_why.sh"
+    told = tmp_path / "commands.jsonl"
+    fake = tmp_path / "fedbasin"  # a cell's config file holds the command that asked for it
+    fake.write_text(
+        f"#!{sys.executable}\nimport json, sys\nline = json.dumps(sys.argv[1:])\n"
+        f"print(line)\nif sys.argv[1] == 'run':\n"
+        f"    open({str(told)!r}, 'a').write(line + '\\n')\n"
+    )
+    fake.chmod(0o755)
+    findings = ["feddyn", "feddf", "shrinking", "rows"]
+    environment = {**os.environ, "FEDBASIN": str(fake), "JOBS": "4"}
+    subprocess.run(
+        [script, tmp_path / "out", *findings], env=environment, check=True, capture_output=True
+    )
+    commands = [json.loads(line) for line in told.read_text().splitlines()]
+    assert len({command[command.index("--out") + 1] for command in commands}) == len(commands) > 10
+    for _, config, *options in commands:
+        _, _, name, _, row, _, column = json.loads(Path(config).read_text())
+        table = load_table(name)
+        picked = select(table.rows, row, "row"), select(table.columns, column, "column")
+        ((task,), _) = tasks_of(table, *picked, [table.seeds[0]])
+        changed = override(asdict(task.experiment), [options[options.index("--set") + 1]])
+        assert fingerprint(from_mapping(changed)) != task.config
 
 
 ALIKE = read_table(
