@@ -6,9 +6,11 @@
 # RESULTS is the file that lines are added to; begin with a copy of those that ship with fedbasin
 # (src/fedbasin/papers/results/*.jsonl), which are then not run again. Run folders lie in RUNS
 # (runs/papers by default): the same command goes on where it was stopped and repeats nothing.
-# LIMIT (seconds, 420 by default) is when no further command is begun. JOBS runs at once (6 by default) share the GPU, through CUDA's
-# multi-process service where there is one: the 30 cells of IMA's Table 2 took 473 s on an H200 with
-# eight jobs, starting and compiling included (runs without averaging whole, the others from t_s on).
+# LIMIT (seconds, 420 by default) is when no further command is begun. JOBS runs at once (6 by
+# default) share the GPU, through CUDA's multi-process service where there is one: the 30 cells of
+# IMA's Table 2 took 473 s on an H200 with eight jobs, starting and compiling included (runs without
+# averaging whole, the others from t_s on). Two or three of these commands side by side, each with
+# RESULTS and RUNS of its own, keep the GPU busy while one of them starts or compiles.
 # Seconds in brackets are estimates for one H200 and one job, from 0.2 ms a client-step of a CNN,
 # 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 1.9 ms of ResNet-18; compiling comes on top. Rounds of few
 # clients leave a GPU idle: give them more jobs (JOBS=12 for cda).
@@ -79,9 +81,9 @@ wcm() { # ResNet-18: 140 (IF 0.01) to 470 (IF 1) a full-length cell, and 75 or m
     run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if1 *" --seeds 0               # 2800
 }
 
-cda() { # Fashion-MNIST: 150 a cell
-    run fedcda/table1 --rows "fedavg,fedcda,fedcda newest" --columns "fmnist *" --seeds 0    # 2700
-    run fedcda/table1 --columns "fmnist *" --seeds 0                                         # 9000
+cda() { # Fashion-MNIST: 100 a cell
+    run fedcda/table1 --rows "fedavg,fedcda,fedcda newest" --columns "fmnist *" --seeds 0    # 1800
+    run fedcda/table1 --columns "fmnist *" --seeds 0                                         # 6000
 }
 
 more() { # the same with further seeds
