@@ -18,6 +18,14 @@ grid and the published numbers. `fedbasin paper run` runs cells of it, `fedbasin
 the result beside the paper's. A line for each cell and seed that was run, with its command, commit,
 device and versions, is in `src/fedbasin/papers/results/`.
 
+```bash
+fedbasin paper list ima/table1       # its rows and columns, what they run, what the paper says
+fedbasin paper run ima/table1 --rows "fedavg*" --columns "fmnist cnn dir0.1" --seeds 0 --rounds 0.1
+fedbasin paper show ima/table1 --ours
+fedbasin paper config ima/table1 --row fedavg --column "fmnist cnn dir0.1" >cell.toml
+fedbasin run cell.toml --set local.weight_decay=0.0       # what does the number depend on?
+```
+
 - **ours** is the mean over seeds, ± the standard deviation. A run of fewer rounds than the paper's
   is marked *reduced*, one on a part of the published data with its share; neither repeats the
   paper's number, so neither gets a verdict.
