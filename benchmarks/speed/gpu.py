@@ -7,7 +7,8 @@ Synthetic rows of the papers' shapes; 100 clients, 10 a round, batch 50, SGD wit
 `eager` is what one would write by hand: an nn.Module, torch.optim.SGD, one client after another on
 rows that lie on the device, with cuDNN's autotuner off (ragged batches would run it again and
 again). Achieved FLOP/s count products of the forward and backward pass once for every useful
-client-step; `--ceiling` is the chip's TFLOP/s for the precision.
+client-step; `--ceiling` is the chip's TFLOP/s for the precision. `--profile` says what the time of
+a round goes into, kernel by kernel.
 """
 
 import argparse
@@ -21,7 +22,9 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import fedbasin.experiment  # noqa: F401  (fills the catalogue)
@@ -129,6 +132,23 @@ def seconds_of_rounds(executor, cohorts, plan):
     return found
 
 
+def kernels_of(executor, cohort, plan, most=30):
+    """Return the kernels (operators, without a GPU) that take most of a round's time."""
+    cuda = executor.trainer.net.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
+        ((_, steps),) = seconds_of_rounds(executor, [cohort], plan)
+    found = [
+        {
+            "kernel": event.key,
+            "calls": event.count,
+            "us_per_step": (event.self_device_time_total if cuda else event.self_cpu_time_total)
+            / steps,
+        }
+        for event in seen.key_averages()
+    ]
+    return sorted(found, key=lambda each: -each["us_per_step"])[:most]
+
+
 def measure(model, split, precision, args, device):
     shape = MODELS[model]
     people = population(shape, split, device)
@@ -157,6 +177,8 @@ def measure(model, split, precision, args, device):
         if not slow:
             line[f"{name}_share_useful"] = executor.counters.share_useful
             line[f"{name}_shapes"] = executor.counters.compiled
+            if args.profile:
+                line[f"{name}_kernels"] = kernels_of(executor, chosen[0], Plan(0.01, epochs))
     line["gflop_per_step"] = flops_of_step(trainer, people) / 1e9
     if "cohort_ms" in line:
         line["cohort_samples_per_second"] = 50_000 / line["cohort_ms"]
@@ -188,6 +210,15 @@ def shown(lines):
     return table
 
 
+def shown_kernels(line, name):
+    """Return what a round's time goes into as a table."""
+    table = Table("kernel", "calls", "us per client-step", title=f"{line['model']}, {name}")
+    for each in line[f"{name}_kernels"]:
+        label = Text(each["kernel"], overflow="ellipsis", no_wrap=True)
+        table.add_row(label, str(each["calls"]), f"{each['us_per_step']:.2f}")
+    return table
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -201,6 +232,7 @@ def main():
         help="also captured: the cohort as a graph, not compiled",
     )
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--profile", action="store_true", help="of cohort and captured")
     parser.add_argument("--ceiling", type=float, default=494.0, help="TFLOP/s of the chip")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=None)
@@ -212,7 +244,10 @@ def main():
         for split in args.splits.split(","):
             for precision in args.precisions.split(","):
                 lines.append(measure(model, split, precision, args, args.device))
-                console.print_json(json.dumps(lines[-1]), indent=None)
+                few = {k: v for k, v in lines[-1].items() if not k.endswith("_kernels")}
+                console.print_json(json.dumps(few), indent=None)
+                for key in lines[-1].keys() - few.keys():
+                    console.print(shown_kernels(lines[-1], key.removesuffix("_kernels")))
                 if args.out:  # after every line, so that an interrupted run leaves what it has
                     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
                     facts = {"device": name, "torch": torch.__version__, "lines": lines}
