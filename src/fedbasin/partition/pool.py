@@ -116,11 +116,8 @@ class Partition:
 
     def hold_out(self, share: float, rng: np.random.Generator) -> Partition:
         """Return it without this share of every client's rows, drawn at random, rounded down."""
-        kept = []
-        for mine in self.clients:
-            drawn = rng.permutation(len(mine))[int(share * len(mine) + 1e-9) :]
-            kept.append(np.asarray(mine)[np.sort(drawn)])
-        return Partition(tuple(kept), self.rows)
+        kept = [rng.permutation(mine)[int(share * len(mine) + 1e-9) :] for mine in self.clients]
+        return Partition(tuple(np.sort(mine) for mine in kept), self.rows)
 
     def counts(self, labels: Ints, classes: int) -> Ints:
         """How many rows of each class each client holds, [N, classes]."""
