@@ -21,7 +21,7 @@ try() { # CHANGE [OPTION...]: run the cell with options, in a folder of its own
     local folder="$out/$name, $1"
     shift
     while (($(jobs -rp | wc -l) >= ${JOBS:-1})); do wait -n; done
-    $fedbasin run "$out/$name.toml" --out "$folder" "$@" &
+    { $fedbasin run "$out/$name.toml" --out "$folder" "$@" || echo "failed: $folder" >&2; } &
 }
 
 feddyn() { # FedLAW's Table 3: does FedDyn diverge by the clients' momentum?
