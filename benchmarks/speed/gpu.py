@@ -43,6 +43,7 @@ from fedbasin.sim.loop import Sent
 
 MODELS = {
     "fmnist_cnn": (1, 28, 28),
+    "fedcda_cnn": (1, 28, 28),
     "cifar_cnn": (3, 32, 32),
     "resnet20": (3, 32, 32),
     "resnet18": (3, 32, 32),

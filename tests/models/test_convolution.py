@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fedbasin.models import convolution
 from fedbasin.models.convolution import (
+    FEW,
     Conv2d,
     Convolution,
     image_gradients,
@@ -28,20 +29,41 @@ def test_operators_equal_convolutions_one_by_one(shape):
     _, _, window, stride, padding, size, *_ = shape
     x, w, bias, dy = problem(shape)
     y, dx, dw = one_by_one(x, w, bias, dy, stride, padding)
-    padded = F.pad(x, (padding,) * 4)
     found = (
         outputs_of(x, w, bias, stride, padding),
         image_gradients(dy, w, pair(size), stride, padding),
-        weight_gradients(dy, padded, pair(window), stride),
+        weight_gradients(dy, x, pair(window), stride, padding),
     )
     for ours, theirs in zip(found, (y, dx, dw), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     for op, args in (
         (outputs_of, (x, w, bias, stride, padding)),
         (image_gradients, (dy, w, pair(size), stride, padding)),
-        (weight_gradients, (dy, padded, pair(window), stride)),
+        (weight_gradients, (dy, x, pair(window), stride, padding)),
     ):  # shapes and strides that the compiler is told are those that come out
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("channels", [FEW - 1, FEW])
+def test_halves_give_gradients_of_weights_that_were_summed_whole(channels):
+    """With many channels images are read as they lie, with few they are padded and copied."""
+    _, _, window, stride, padding, _, *_ = shape = (channels, 12, 3, 2, 1, 7, 5, 3)
+    x, w, bias, dy = (t.bfloat16() for t in problem(shape))
+    wanted = one_by_one(*(t.double() for t in (x, w, bias, dy)), stride, padding)[2]
+    args = (dy, x, pair(window), stride, padding)
+    sums = weight_gradients(*args)
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums.double(), wanted, rtol=0.02, atol=0.05)
+    torch.library.opcheck(
+        weight_gradients.default, args, test_utils=("test_schema", "test_faketensor")
+    )
+
+    def loss(w, x, dy):
+        return (Convolution.apply(x, w, None, stride, padding) * dy).sum()
+
+    found = torch.func.vmap(torch.func.grad(loss))(w, x, dy)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -162,7 +184,7 @@ def test_kernels_equal_convolutions_one_by_one():
         [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("ok") == len(SHAPES) + 2
+    assert ran.stdout.count("ok") == 2 * (len(SHAPES) + 2)
 
 
 def test_a_compiled_step_takes_the_convolution_s_gradient_for_any_number_of_clients():

@@ -109,12 +109,8 @@ class Convolution(torch.autograd.Function):
             turned = _inside(w.transpose(0, 1)).transpose(0, 1)
             found = image_gradients(_inside(dy)[None], turned[None], size, ctx.stride, ctx.padding)
             dx = _last(found[0])
-        whole = torch.promote_types(x.dtype, torch.float32)  # for halves: their products are exact
-        padded = x.to(whole).contiguous()
-        if ctx.padding:
-            padded = F.pad(padded, (ctx.padding,) * 4)
-        by_output = dy.to(whole).transpose(0, 1).contiguous().transpose(0, 1)
-        dw = _last(weight_gradients(by_output[None], padded[None], window, ctx.stride)[0])
+        seen, padding = _for_weights(dy, x, ctx.padding)
+        dw = _last(weight_gradients(*seen, window, ctx.stride, padding)[0])
         db = dy.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
         return dx, dw.to(w.dtype), db, None, None
 
@@ -125,6 +121,25 @@ def _inside(x: Tensor) -> Tensor:
     Said here, and not left to the kernels, so that the compiler has whatever makes it write it so.
     """
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def halves_inside(x: Tensor) -> bool:
+    """Whether gradients of weights are taken from images as the forward pass has them."""
+    return x.dtype.itemsize == 2 and x.shape[-3] >= FEW
+
+
+def _for_weights(dy: Tensor, x: Tensor, padding: int) -> tuple[tuple[Tensor, Tensor], int]:
+    """Return gradients of outputs and images as the kernel for weights reads them, and what is left
+    to pad.
+    """
+    if halves_inside(x):
+        return (_inside(dy)[None], _inside(x)[None]), padding
+    whole = torch.promote_types(x.dtype, torch.float32)  # for halves: their products are exact
+    padded = x.to(whole).contiguous()
+    if padding:
+        padded = F.pad(padded, (padding,) * 4)
+    by_output = dy.to(whole).transpose(0, 1).contiguous().transpose(0, 1)
+    return (by_output[None], padded[None]), 0
 
 
 def _last(gradient: Tensor) -> Tensor:
@@ -178,19 +193,19 @@ def image_gradients(dy: Tensor, w: Tensor, size: list[int], stride: int, padding
 
 
 @operator
-def weight_gradients(dy: Tensor, x: Tensor, window: list[int], stride: int) -> Tensor:
-    """Return the gradients of weights [A, N, C, K, L] from those of outputs and padded images.
+def weight_gradients(dy: Tensor, x: Tensor, window: list[int], stride: int, padding: int) -> Tensor:
+    """Return the gradients of weights [A, N, C, K, L] from those of outputs and images.
 
-    `window` is (K, L).
+    `window` is (K, L). Sums of halves are in float32.
     """
     if x.is_cuda:
         from fedbasin.models import convolution_kernels as kernels
 
-        return kernels.weight_gradients(dy, x, window, stride)
+        return kernels.weight_gradients(dy, x, window, stride, padding)
     shape = (len(x) * dy.shape[2], x.shape[2], *window)
-    dw = grad.conv2d_weight(_grouped(x), shape, _grouped(dy), stride, groups=len(x))
-    found: Tensor = dw.unflatten(0, (len(x), -1)).contiguous()
-    return found
+    dw = grad.conv2d_weight(_grouped(x), shape, _grouped(dy), stride, padding, groups=len(x))
+    found = _shape_of_weights(dy, x, window, stride, padding)
+    return found.copy_(dw.unflatten(0, (len(x), -1)))
 
 
 def _shape_of_outputs(
@@ -204,8 +219,14 @@ def _shape_of_images(dy: Tensor, w: Tensor, size: list[int], stride: int, paddin
     return dy.new_empty(*dy.shape[:2], *size, w.shape[2]).permute(0, 1, 4, 2, 3)
 
 
-def _shape_of_weights(dy: Tensor, x: Tensor, window: list[int], stride: int) -> Tensor:
-    return x.new_empty(x.shape[0], dy.shape[2], x.shape[2], *window)
+def _shape_of_weights(
+    dy: Tensor, x: Tensor, window: list[int], stride: int, padding: int
+) -> Tensor:
+    sums = torch.promote_types(x.dtype, torch.float32)
+    if halves_inside(x):
+        found = x.new_empty(x.shape[0], dy.shape[2], *window, x.shape[2], dtype=sums)
+        return found.permute(0, 1, 4, 2, 3)
+    return x.new_empty(x.shape[0], dy.shape[2], x.shape[2], *window, dtype=sums)
 
 
 torch.library.register_fake("fedbasin::outputs_of", _shape_of_outputs)

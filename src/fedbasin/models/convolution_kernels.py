@@ -7,13 +7,15 @@ from the image as it goes. Sums are taken in a fixed order: the same inputs give
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
-from fedbasin.models.convolution import FEW
+from fedbasin.models.convolution import FEW, halves_inside
 
 _PROGRAMS = 264  # about two for each multiprocessor of a large GPU
 
@@ -177,6 +179,62 @@ def _outer(
     tl.store(dw + (part * A + a) * (N * C * T) + place, total, some_k[:, None] & some_n[None, :])
 
 
+@triton.jit
+def _outer_inside(
+    x,
+    dy,
+    dw,
+    A,
+    LENGTH,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    OH: tl.constexpr,
+    OW: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """dw[s, a, n, k] = sum over positions m of part s of x[a, at(m, k)] dy[a, m, n].
+
+    As `_outer`, with channels innermost in memory on both sides: tensor cores turn tiles of halves
+    around themselves, so that images are read as they lie and nothing is copied. k is a tap and a
+    channel of it.
+    """
+    T: tl.constexpr = KH * KW
+    tiles = tl.cdiv(N, BN)
+    tile = tl.program_id(0)
+    a = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    k = (tile // tiles) * BK + tl.arange(0, BK)
+    n = (tile % tiles) * BN + tl.arange(0, BN)
+    some_k = k < T * C
+    some_n = n < N
+    t = (k // C)[None, :]
+    c = (k % C)[None, :]
+    x += a * (M // (OH * OW) * H * W * C)
+    dy += a * (M * N)
+    total = tl.zeros((BK, BN), dtype=tl.float32)
+    for i in range(LENGTH):
+        m = (part * LENGTH + i) * BM + tl.arange(0, BM)
+        high = (m // OW) % OH
+        wide = m % OW
+        some_m = (m < M)[:, None]
+        up, left, some = _place(high[:, None], wide[:, None], t, H, W, KW, STRIDE, PAD, False)
+        at = ((m // (OH * OW))[:, None] * H + up) * (W * C) + left * C + c
+        seen = tl.load(x + at, some & some_m & some_k[None, :], 0.0)
+        out = m[:, None] * N + n[None, :]
+        total = tl.dot(tl.trans(seen), tl.load(dy + out, some_m & some_n[None, :], 0.0), total)
+    place = n[None, :] * (C * T) + k[:, None]
+    tl.store(dw + (part * A + a) * (N * C * T) + place, total, some_k[:, None] & some_n[None, :])
+
+
 def outputs_of(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
     """Return the outputs [A, B, N, OH, OW] of images [A, B, C, H, W], weights [A, N, C, K, L] and
     biases [A, N].
@@ -228,25 +286,40 @@ def _waves(positions: int, rows: int, others: int) -> int:
     return -(-(-(-positions // rows) * others) // _PROGRAMS)
 
 
-def weight_gradients(dy: Tensor, x: Tensor, window: Sequence[int], stride: int) -> Tensor:
-    """Return the gradients [A, N, C, K, L] of weights from those of outputs, and padded images."""
-    x, dy = x.contiguous(), dy.transpose(1, 2).contiguous()
+def weight_gradients(
+    dy: Tensor, x: Tensor, window: Sequence[int], stride: int, padding: int
+) -> Tensor:
+    """Return the gradients [A, N, C, K, L] of weights from those of outputs, and images."""
+    if not halves_inside(x):
+        x = F.pad(x, (padding,) * 4).contiguous()
+        return _summed(_outer, dy.transpose(1, 2).contiguous(), x, window, (stride,))
+    dy, x = channels_inside(dy), channels_inside(x)
+    return _summed(_outer_inside, dy.transpose(1, 2), x, window, (stride, padding))
+
+
+def _summed(
+    kernel: Any, dy: Tensor, x: Tensor, window: Sequence[int], how: tuple[int, ...]
+) -> Tensor:
+    """Launch a kernel on gradients of outputs [A, N, B, OH, OW] and images, and add its parts."""
+    inside = kernel is _outer_inside
     clients, batch, channels, height, width = x.shape
     outputs, size = dy.shape[1], dy.shape[3:]
     positions, taps = batch * size[0] * size[1], window[0] * window[1]
     block_n = min(128, max(16, triton.next_power_of_2(outputs)))
-    block_k, block_m = 64, 32
+    block_k, block_m = (128, 64) if inside else (64, 32)
     tiles = triton.cdiv(taps * channels, block_k) * triton.cdiv(outputs, block_n)
     split = max(1, min(2 * _PROGRAMS // (tiles * clients), positions // (8 * block_m)))
-    dw = x.new_empty(split, clients, outputs, channels, *window, dtype=torch.float32)
-    _outer[(tiles, clients, split)](
+    shape = (*window, channels) if inside else (channels, *window)
+    dw = x.new_empty(split, clients, outputs, *shape, dtype=torch.float32)
+    kernel[(tiles, clients, split)](
         *(x, dy, dw, clients, triton.cdiv(positions, split * block_m)),
-        *(positions, outputs, channels, height, width, *size, *window, stride),
+        *(positions, outputs, channels, height, width, *size, *window, *how),
         *(block_m, block_n, block_k),
         num_warps=4,
         num_stages=3,
     )
-    return (dw.sum(0) if split > 1 else dw[0]).to(x.dtype)
+    found = dw.sum(0) if split > 1 else dw[0]
+    return found.permute(0, 1, 4, 2, 3) if inside else found
 
 
 def channels_inside(x: Tensor) -> Tensor:
