@@ -13,6 +13,7 @@ from fedbasin.testing import toy_federation
     "text",
     [
         "fedavg(local=(focal, balanced_rows))",
+        "fedavg(local=kept_momentum)",
         "fedfa(head_lr=0.1)",
         "balancefl",
         "fedgrab",

@@ -4,7 +4,7 @@ Because a rule never loops over clients, the same code runs in a plain loop, und
 for a whole cohort, and on a real device. Rules stack: `begin` and `end` run for each,
 `loss` passes a value along (a rule that replaces the task loss comes first), and `direction`
 nests, with rules that move the point at which the gradient is taken (SAM) inside those that
-correct it (FedProx, SCAFFOLD).
+correct it (FedProx, SCAFFOLD), and these inside the one that keeps a momentum of what they give.
 
 What crosses `vmap` (own state, survey, carry, report) is a named tuple of tensors.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedbasin.core.method import Context
 
 Gradient = Callable[[Tensor], Tensor]
+Layer = Literal["keep", "correct", "perturb"]  # outermost first
 
 
 class Batch(NamedTuple):
@@ -89,7 +90,7 @@ class Setting(NamedTuple):
 class LocalRule:
     """What a client does beyond plain SGD. Every hook has a neutral default."""
 
-    layer: ClassVar[Literal["perturb", "correct"]] = "correct"
+    layer: ClassVar[Layer] = "correct"
     owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset()  # hooks only one rule may fill
     surveys: ClassVar[bool] = False  # whether `survey` is wanted before training
 

@@ -1,6 +1,7 @@
 """Room 4: a client's training, plain SGD and the small rules around it."""
 
 from fedbasin.local.batches import batches as batches
+from fedbasin.local.kept_momentum import KeptMomentum as KeptMomentum
 from fedbasin.local.losses import BalancedRows as BalancedRows
 from fedbasin.local.losses import BalancedSoftmax as BalancedSoftmax
 from fedbasin.local.losses import ClassBalanced as ClassBalanced

@@ -7,14 +7,14 @@ correct the gradient, and the second pass of a step counts no statistics twice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Finish, Gradient, LocalRule, Start
+from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Start
 
 _TINY = 1e-12
 
@@ -41,7 +41,7 @@ class SAM(LocalRule):
         share: a in (1 - a) g(v) + a g(v + e), which FedSpeed mixes; 1 is SAM.
     """
 
-    layer: ClassVar[Literal["perturb", "correct"]] = "perturb"
+    layer: ClassVar[Layer] = "perturb"
     rho: float = 0.1
     share: float = 1.0
 
@@ -78,7 +78,7 @@ class ASAM(LocalRule):
         eta: reach of a weight of size zero.
     """
 
-    layer: ClassVar[Literal["perturb", "correct"]] = "perturb"
+    layer: ClassVar[Layer] = "perturb"
     rho: float = 0.7
     eta: float = 0.2
 
@@ -125,7 +125,7 @@ class LESAM(LocalRule):
         rho: how far up; 0 is plain SGD.
     """
 
-    layer: ClassVar[Literal["perturb", "correct"]] = "perturb"
+    layer: ClassVar[Layer] = "perturb"
     rho: float = 0.1
 
     def __post_init__(self) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Batch, Gradient, LocalRule, Look, View
+from fedbasin.core.rule import Batch, Gradient, Layer, LocalRule, Look, View
 
 Aux = tuple[Tensor, Tensor, tuple[Any, ...]]  # loss value, statistics, carries
 Loss = Callable[[Tensor], tuple[Tensor, Aux]]
@@ -121,8 +121,8 @@ def by_autograd(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
 
 
 def nesting(rules: tuple[LocalRule, ...]) -> list[int]:
-    """Return the rules' positions, outermost first: those that perturb are innermost."""
-    return sorted(range(len(rules)), key=lambda i: rules[i].layer == "perturb")
+    """Return the rules' positions, outermost first."""
+    return sorted(range(len(rules)), key=lambda i: get_args(Layer).index(rules[i].layer))
 
 
 def step(

@@ -32,7 +32,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Finish, Gradient, LocalRule, Rules, Start
+from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Rules, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.duals import Duals, mean_drift
 from fedbasin.local.sharpness import check_radius, of_length
@@ -64,7 +64,7 @@ class ShiftCarry(NamedTuple):
 class AgreedShift(LocalRule):
     """Climb along the gradient less the dual of the perturbation and the server's one."""
 
-    layer: ClassVar[Literal["perturb", "correct"]] = "perturb"
+    layer: ClassVar[Layer] = "perturb"
     rho: float
     sends: Sends
 

@@ -1,0 +1,70 @@
+"""Momentum that outlives a round, as where every client's optimiser is made once for the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.net import Net
+from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Setting, Start
+
+
+class Kept(NamedTuple):
+    """What a client keeps from its last step to its next round."""
+
+    momentum: Tensor  # [P] m
+
+
+@entry("rule", name="kept_momentum")
+@dataclass(frozen=True)
+class KeptMomentum(LocalRule):
+    """Step along m <- beta m + g + decay v, with m kept from the client's last round.
+
+    It is torch's SGD where the optimiser lives through the run; `local.momentum`, which starts at
+    zero in every round, stays 0 beside it, and so does `local.weight_decay`.
+
+    Args:
+        beta: share of the last direction that is kept, in [0, 1).
+        decay: weight decay, inside the momentum as in torch.
+    """
+
+    layer: ClassVar[Layer] = "keep"
+    beta: float = 0.9
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise ValueError(f"beta must be in [0, 1), got {self.beta}")
+        if not self.decay >= 0:
+            raise ValueError(f"decay must be at least 0, got {self.decay}")
+
+    def own(self, vector: Tensor) -> Kept:
+        """Begin at rest."""
+        return Kept(vector.new_zeros(vector.shape))
+
+    def begin(self, start: Start, net: Net) -> Kept:
+        """Go on where the last round ended."""
+        kept: Kept = start.own
+        return kept
+
+    def direction(self, carry: Kept, vector: Tensor, gradient: Gradient) -> tuple[Tensor, Kept]:
+        """Add this step's gradient to what is kept."""
+        momentum = self.beta * carry.momentum + gradient(vector) + self.decay * vector
+        return momentum, Kept(momentum)
+
+    def end(self, carry: Kept, start: Start, finish: Finish) -> tuple[Kept, tuple[()]]:
+        """Keep the momentum."""
+        return carry, ()
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Say why a second momentum or decay counts twice."""
+        for name in ("momentum", "weight_decay"):
+            if value := getattr(setting, name):
+                yield (
+                    f"local.{name} = {value} comes on top of what kept_momentum does; "
+                    f"set local.{name} = 0 and give it to the rule"
+                )
