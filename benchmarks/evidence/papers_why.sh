@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The runs behind findings of the papers' tables: one cell, with something changed.
 #
-#   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, shrinking, rows
+#   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, shrinking, distilled
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -36,27 +36,32 @@ feddf() { # FedLAW's Table 3: does FedDF collapse by the server's optimiser?
         --set "method=feddf(optimiser='sgd', lr=0.08, betas=(0.9, 0.999), cosine=False, clip=0.0)"
 }
 
-kept() { # METHOD DECAY [OPTION...]: the clients' momentum lives through the run
-    local rule="kept_momentum(beta=0.9, decay=$2)" method=$1
+fresh() { # CHANGE METHOD [OPTION...]: without the momentum that lives through the run
+    local change=$1 method=$2
     shift 2
-    try "kept momentum" --set "method=${method//RULE/$rule}" --set local.momentum=0.0 \
-        --set local.weight_decay=0.0 "$@"
+    try "$change" --set "method=$method" --set local.momentum=0.9 --set local.weight_decay=0.0005 "$@"
 }
 
 shrinking() { # FedLAW's Table 1: what moves FedAvg, and the end of strong shrinking?
     for gamma in 1 0.9; do
         cell "gamma $gamma" fedlaw/table1 "simplecnn iid" "gamma $gamma"
-        try "all rows" --set partition.hold_out=0.0
         try "constant lr" --set local.schedule=constant
-        kept "fedlaw(learn='none', gamma=$gamma, local=RULE)" 0.0005
+        fresh "fresh momentum, constant lr" "fedlaw(learn='none', gamma=$gamma)" \
+            --set local.schedule=constant
+        fresh "fresh momentum, all rows" "fedlaw(learn='none', gamma=$gamma)" \
+            --set partition.hold_out=0.0
     done
 }
 
-rows() { # FedLAW's Table 3, CIFAR-10: is it the rows held out, or the momentum that is kept?
+distilled() { # FedLAW's Table 3, CIFAR-10: is it the server's optimiser?
     for alpha in 100 0.1; do
-        cell "fedavg a$alpha" fedlaw/table3 fedavg "cifar10 cnn a$alpha"
-        kept "fedavg(local=RULE)" 0.0005
+        cell "feddf a$alpha" fedlaw/table3 feddf "cifar10 cnn a$alpha"
+        try "sgd 0.08" --set "method=feddf(fedavg(local=kept_momentum(decay=0.0005)), optimiser='sgd', \
+lr=0.08, betas=(0.9, 0.999), cosine=False, clip=0.0)"
     done
+    cell "serverft a0.1" fedlaw/table3 serverft "cifar10 cnn a0.1"
+    try "sgd 0.08" --set "method=serverft(fedavg(local=kept_momentum(decay=0.0005)), \
+optimiser='sgd', lr=0.08, betas=(0.9, 0.999))"
 }
 
 [[ $# -gt 0 ]] || set -- feddyn feddf

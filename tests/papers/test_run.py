@@ -247,7 +247,7 @@ def test_the_runs_behind_findings_change_a_cell_that_can_run(tmp_path):
         f"    open({str(told)!r}, 'a').write(line + '\\n')\n"
     )
     fake.chmod(0o755)
-    findings = ["feddyn", "feddf", "shrinking", "rows"]
+    findings = ["feddyn", "feddf", "shrinking", "distilled"]
     environment = {**os.environ, "FEDBASIN": str(fake), "JOBS": "4"}
     subprocess.run(
         [script, tmp_path / "out", *findings], env=environment, check=True, capture_output=True
@@ -259,7 +259,8 @@ def test_the_runs_behind_findings_change_a_cell_that_can_run(tmp_path):
         table = load_table(name)
         picked = select(table.rows, row, "row"), select(table.columns, column, "column")
         ((task,), _) = tasks_of(table, *picked, [table.seeds[0]])
-        changed = override(asdict(task.experiment), [options[options.index("--set") + 1]])
+        changes = [options[i + 1] for i, option in enumerate(options) if option == "--set"]
+        changed = override(asdict(task.experiment), changes)
         assert fingerprint(from_mapping(changed)) != task.config
 
 

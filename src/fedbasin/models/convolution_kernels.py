@@ -266,6 +266,8 @@ def _multiplied(
     positions = batch * size[0] * size[1]
     block_n = min(128, max(16, triton.next_power_of_2(outputs)))
     block_k = 32 if channels % 32 == 0 or channels < 3 else 16
+    if x.dtype.itemsize == 2 and channels % 64 == 0:
+        block_k = 64
     tiles = triton.cdiv(outputs, block_n)
     # Programs run in waves as wide as the GPU: take the blocks whose waves come to fewer rows.
     block_m = min((128, 64), key=lambda rows: rows * _waves(positions, rows, tiles * clients))
