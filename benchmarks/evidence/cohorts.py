@@ -34,7 +34,13 @@ from fedbasin.experiment.build import cut_rows
 from fedbasin.experiment.config import read_preset
 from fedbasin.sim.participation import draw_cohort
 
-METHODS = ("fedavg", "fednova", "fedasam(rho=0.7, eta=0.2)", "fedyogi(first='zero')")
+METHODS = (
+    "fedavg",
+    "fednova",
+    "fedasam(rho=0.7, eta=0.2)",
+    "fedyogi(first='zero')",
+    "fedfa(pull=0.1, keep=0.9, calibrate_from=0.25)",
+)
 AUTHORS = "authors"
 SOURCES = {f"seed {n}": ("fraction(rate=0.1)", n) for n in range(6)}
 SOURCES[AUTHORS] = ("reseeded(seed=2023, rate=0.1)", 0)

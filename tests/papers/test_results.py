@@ -132,6 +132,8 @@ def test_what_diverged_reaches_no_bar(score):
         for seed, s in ((0, "finished"), (1, "diverged"))
     ]
     assert shown(*both, base).verdict.startswith("miss")
+    alone = shown(line("fedavg", "a", 0, 50.0, status="diverged"), row="fedavg")
+    assert (alone.ours, alone.verdict) == ("no score (1 seed), 1 diverged", "missed, no reason yet")
 
 
 LOSS = ("fedavg = [50.0, 50.0]", "fedavg = [70.0, 70.0]")  # scaffold has 10 less
@@ -230,7 +232,7 @@ def test_full_length_runs_stand_before_reduced_ones():
 def test_a_run_that_diverged_or_never_got_there_is_counted():
     found = shown(
         line("scaffold", "a", 0, 60.0),
-        line("scaffold", "a", 1, None, status="diverged"),
+        line("scaffold", "a", 1, 20.0, status="diverged"),  # scored before it did
         line("scaffold", "a", 2, None),
     )
     assert found.ours == "60.00 (3 seeds), 1 diverged, 1 without a score"

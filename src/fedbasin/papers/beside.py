@@ -22,8 +22,9 @@ class Ours:
 
     @property
     def scores(self) -> dict[int, float]:
-        """The scores by seed, of those that have one."""
-        return {r.seed: r.score for r in self.results if r.score is not None}
+        """The scores by seed, of those that have one; what diverged was scored before its end."""
+        kept = (r for r in self.results if r.status != "diverged")
+        return {r.seed: r.score for r in kept if r.score is not None}
 
     @property
     def reduced(self) -> bool:
@@ -164,7 +165,7 @@ def _verdict(
         return "reduced"
     if any(result.partial for result in ours.results):
         return "other data"
-    if difference is None and gain_paper is None:
+    if table.printed(row, column).value is None and gain_paper is None:
         return "-"
     whole = all(result.status != "diverged" for result in ours.results)
     if whole and not rounds and difference is not None and abs(difference) <= NEAR:
