@@ -64,7 +64,7 @@ def _product(
     x_height,
     x_width,
     x_channel,
-    M: tl.constexpr,
+    B: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
     H: tl.constexpr,
@@ -84,25 +84,48 @@ def _product(
     """y[a, m, n] = bias[a, n] + sum over taps t and channels c of x[a, at(m, t), c] w[a, n, t, c].
 
     at(m, t) is where tap t looks from position m, see `_place`; BACK, x are gradients of outputs.
+    Under a stride S a pixel was seen through every S-th tap alone, in either direction, and pixels
+    that lie S apart through the same ones: a program takes such pixels, and those taps.
     """
+    S: tl.constexpr = STRIDE if BACK else 1
     T: tl.constexpr = KH * KW
+    HIGH: tl.constexpr = (OH + S - 1) // S
+    WIDE: tl.constexpr = (OW + S - 1) // S
     tiles = tl.cdiv(N, BN)
     tile = tl.program_id(0)
     a = tl.program_id(1).to(tl.int64)
+    top = 0
+    side = 0
+    first_high = 0
+    first_wide = 0
+    if S > 1:
+        top = tl.program_id(2) // S
+        side = tl.program_id(2) % S
+        first_high = (top + PAD) % S
+        first_wide = (side + PAD) % S
+    across = (KW - first_wide + S - 1) // S
+    taps = (KH - first_high + S - 1) // S * across
     m = (tile // tiles) * BM + tl.arange(0, BM)
     n = (tile % tiles) * BN + tl.arange(0, BN)
-    high = (m // OW) % OH
-    wide = m % OW
+    row = m // (HIGH * WIDE)
+    high = (m // WIDE) % HIGH * S + top
+    wide = m % WIDE * S + side
     x += a * x_client
     w += a * (N * T * C)
-    rows = (m // (OH * OW)).to(tl.int64) * x_row
-    some_m = m < M
+    rows = row.to(tl.int64) * x_row
+    some_m = m < B * HIGH * WIDE
+    place = m
+    if S > 1:
+        some_m = some_m & (high < OH) & (wide < OW)
+        place = (row * OH + high) * OW + wide
     some_n = n < N
     k = tl.arange(0, BK)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     if C % BK == 0:  # a block lies within one tap, so that positions are one number a row
-        for i in range(T * (C // BK)):
+        for i in range(taps * (C // BK)):
             t = i // (C // BK)
+            if S > 1:
+                t = (first_high + t // across * S) * KW + first_wide + t % across * S
             c = (i % (C // BK)) * BK + k
             up, left, some = _place(high, wide, t, H, W, KW, STRIDE, PAD, BACK)
             at = rows + up * x_height + left * x_width
@@ -111,18 +134,24 @@ def _product(
             weights = w + (n * (T * C))[None, :] + (t * C + c)[:, None]
             total = tl.dot(seen, tl.load(weights, some_n[None, :], 0.0), total)
     else:
-        for i in range(tl.cdiv(T * C, BK)):
+        for i in range(tl.cdiv(taps * C, BK)):
             tc = i * BK + k
-            t = (tc // C)[None, :]
-            some_k = tc < T * C
-            up, left, some = _place(high[:, None], wide[:, None], t, H, W, KW, STRIDE, PAD, BACK)
-            at = rows[:, None] + up * x_height + left * x_width + (tc % C * x_channel)[None, :]
+            some_k = tc < taps * C
+            t = tc // C
+            c = tc % C
+            if S > 1:
+                t = (first_high + t // across * S) * KW + first_wide + t % across * S
+                tc = t * C + c
+            up, left, some = _place(
+                high[:, None], wide[:, None], t[None, :], H, W, KW, STRIDE, PAD, BACK
+            )
+            at = rows[:, None] + up * x_height + left * x_width + (c * x_channel)[None, :]
             seen = tl.load(x + at, some & some_m[:, None] & some_k[None, :], 0.0)
             weights = w + (n * (T * C))[None, :] + tc[:, None]
             total = tl.dot(seen, tl.load(weights, some_n[None, :] & some_k[:, None], 0.0), total)
     if BIAS:
         total += tl.load(bias + a * N + n, some_n, 0.0)[None, :]
-    out = y + a * (M * N) + m.to(tl.int64)[:, None] * N + n[None, :]
+    out = y + a * (B * OH * OW * N) + place.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out, total.to(y.dtype.element_ty), some_m[:, None] & some_n[None, :])
 
 
@@ -263,19 +292,21 @@ def _multiplied(
     """Launch `_product` on weights [A, N, K, L, C]."""
     x, w = channels_inside(x), w.contiguous()
     (clients, batch, channels, height, width), outputs = x.shape, w.shape[1]
-    positions = batch * size[0] * size[1]
+    apart = stride if back else 1
+    positions = batch * -(-size[0] // apart) * -(-size[1] // apart)  # of pixels that lie so apart
     block_n = min(128, max(16, triton.next_power_of_2(outputs)))
     block_k = 32 if channels % 32 == 0 or channels < 3 else 16
     if x.dtype.itemsize == 2 and channels % 64 == 0:
         block_k = 64
     tiles = triton.cdiv(outputs, block_n)
+    others = tiles * clients * apart**2
     # Programs run in waves as wide as the GPU: take the blocks whose waves come to fewer rows.
-    block_m = min((128, 64), key=lambda rows: rows * _waves(positions, rows, tiles * clients))
+    block_m = min((128, 64), key=lambda rows: rows * _waves(positions, rows, others))
     y = x.new_empty(clients, batch, *size, outputs)
-    _product[(triton.cdiv(positions, block_m) * tiles, clients)](
+    _product[(triton.cdiv(positions, block_m) * tiles, clients, apart**2)](
         *(x, w, x if bias is None else bias.contiguous(), y),
         *(x.stride(0), x.stride(1), x.stride(3), x.stride(4), x.stride(2)),
-        *(positions, outputs, channels, height, width, *size, *w.shape[2:4], stride, padding),
+        *(batch, outputs, channels, height, width, *size, *w.shape[2:4], stride, padding),
         *(back, bias is not None, block_m, block_n, block_k),
         num_warps=4,
         num_stages=3 if block_m == 128 else 4,
