@@ -2,13 +2,15 @@
 
     python benchmarks/speed/convolutions.py --out convolutions.json
 
-Layers of the papers' networks, ten clients of batch 50 (pfl-research's: fifty of batch 10), tf32.
+Layers of the papers' networks, ten clients of batch 50 (pfl-research's: fifty of batch 10), in tf32
+or bf16.
 Forwards, gradients of images and of weights, each captured as a graph of ten calls. cuDNN gets what
 `vmap` would hand it, with its autotuner on; our kernels get images as the compiled step has them.
 """
 
 import argparse
 import json
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -17,7 +19,12 @@ from rich.table import Table
 from torch.nn import functional as F
 from torch.nn import grad
 
-from fedbasin.models.convolution import image_gradients, outputs_of, weight_gradients
+from fedbasin.models.convolution import (
+    halves_inside,
+    image_gradients,
+    outputs_of,
+    weight_gradients,
+)
 
 LAYERS = {  # clients, batch, channels, outputs, window, stride, padding, size
     "cifar_cnn 1": (10, 50, 3, 64, 5, 1, 0, 32),
@@ -56,22 +63,28 @@ def microseconds(work, calls=10):
     return 1000 * start.elapsed_time(end) / (3 * calls)
 
 
-def measure(name):
+def positions_inside(dy, x, padding):
+    """Return gradients of outputs and padded images in float32, positions innermost in memory."""
+    by_output = dy.float().transpose(1, 2).contiguous().transpose(1, 2)
+    return by_output, F.pad(x.float(), (padding,) * 4).contiguous()
+
+
+def measure(name, precision):
     """Return a line for each of the three passes of a layer."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     clients, batch, channels, outputs, window, stride, padding, size = LAYERS[name]
     out = (size + 2 * padding - window) // stride + 1
     draws = torch.Generator("cuda").manual_seed(0)
 
     def drawn(*shape):
-        return torch.randn(*shape, device="cuda", generator=draws)
+        return torch.randn(*shape, device="cuda", generator=draws).to(dtype)
 
     def inside(*shape):
         return drawn(*shape).permute(0, 1, 4, 2, 3)
 
     x, dy = inside(clients, batch, size, size, channels), inside(clients, batch, out, out, outputs)
     w = drawn(clients, outputs, channels, window, window)
-    by_output, padded = drawn(*dy.shape), F.pad(x, (padding,) * 4).contiguous()
-    by_output = by_output.transpose(1, 2).contiguous().transpose(1, 2)
+    seen, left = ((dy, x), padding) if halves_inside(x) else (positions_inside(dy, x, padding), 0)
     how, grouped = (stride, padding), {"groups": clients}
     gx, gy = (t.transpose(0, 1).flatten(1, 2).contiguous() for t in (x, dy))
     gw = w.flatten(0, 1)
@@ -85,7 +98,7 @@ def measure(name):
             lambda: grad.conv2d_input(gx.shape, gw, gy, *how, **grouped),
         ),
         "weights": (
-            lambda: weight_gradients(by_output, padded, [window, window], stride),
+            lambda: weight_gradients(*seen, [window, window], stride, left),
             lambda: grad.conv2d_weight(gx, gw.shape, gy, *how, **grouped),
         ),
     }
@@ -95,7 +108,8 @@ def measure(name):
             continue  # nobody asks for the gradient of a picture
         times = [microseconds(work) for work in (ours, theirs)]
         yield {
-            "layer": name, "pass": kind, "ours_us": times[0], "cudnn_us": times[1],
+            "layer": name, "precision": precision, "pass": kind,
+            "ours_us": times[0], "cudnn_us": times[1],
             "ratio": times[1] / times[0], "ours_tflops": 1e6 * tflop / times[0],
         }  # fmt: skip
 
@@ -105,21 +119,24 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", default=",".join(LAYERS))
+    parser.add_argument("--precisions", default="tf32", help="of tf32, bf16")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = True
     lines = []
-    for name in args.layers.split(","):
-        lines += measure(name)
+    for name, precision in product(args.layers.split(","), args.precisions.split(",")):
+        lines += measure(name, precision)
         if args.out:  # after every layer, so that an interrupted run leaves what it has
             facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
             args.out.write_text(json.dumps(facts | {"lines": lines}, indent=1) + "\n")
     table = Table(title="convolutions of all clients")
-    for head in ("layer", "pass", "cuDNN us", "ours us", "ratio", "TFLOP/s"):
+    for head in ("layer", "precision", "pass", "cuDNN us", "ours us", "ratio", "TFLOP/s"):
         table.add_column(head, justify="right")
     for line in lines:
         numbers = [line[k] for k in ("cudnn_us", "ours_us", "ratio", "ours_tflops")]
-        table.add_row(line["layer"], line["pass"], *(f"{n:.1f}" for n in numbers))
+        table.add_row(
+            line["layer"], line["precision"], line["pass"], *(f"{n:.1f}" for n in numbers)
+        )
     Console().print(table)
 
 
