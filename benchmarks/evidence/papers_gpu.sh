@@ -10,7 +10,9 @@
 # default) share the GPU, through CUDA's multi-process service where there is one: the 30 cells of
 # IMA's Table 2 took 473 s on an H200 with eight jobs, starting and compiling included (runs without
 # averaging whole, the others from t_s on). Two or three of these commands side by side, each with
-# RESULTS and RUNS of its own, keep the GPU busy while one of them starts or compiles.
+# RESULTS and RUNS of its own, keep the GPU busy while one of them starts or compiles: 1,400 s of an
+# H200 with 12 to 16 jobs gave law's 18 cells of Table 1 and 16 of Table 3 on CIFAR-10, wima's 8 runs,
+# ten runs of papers_why.sh and two of IMA's CNN.
 # Seconds in brackets are estimates for one H200 and one job, from 0.2 ms a client-step of a CNN,
 # 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 1.9 ms of ResNet-18; compiling comes on top. Rounds of few
 # clients leave a GPU idle: give them more jobs (JOBS=12 for cda).
@@ -64,6 +66,7 @@ ima() { # Table 2 first: its methods without averaging keep what all the others 
 
 law() { # SimpleCNN of Table 1 (32 a cell), CNN, MLP and LeNet of Table 3 (30 to 60 a cell)
     run fedlaw/table1 --rows "simplecnn *" --seeds 8                                         # 320
+    run fedlaw/table1 --rows "simplecnn noniid" --seeds 9       # 160: seed 8 diverges under most
     run fedlaw/table3 --columns "fmnist *" --seeds 8                                         # 1500
     run fedlaw/table3 --columns "cifar10 cnn *" --seeds 8                                    # 1000
 }
@@ -71,8 +74,8 @@ law() { # SimpleCNN of Table 1 (32 a cell), CNN, MLP and LeNet of Table 3 (30 to
 wima() { # CIFAR-10 at a tenth of the rounds (40 a run)
     run wima/table2 --rows "fedavgm*,fedcm*" --columns "cifar10 a0,cifar10 a0.05" --seeds 0 \
         --rounds 0.1                                                                         # 160
-    run wima/table2 --rows "fedavg,fedavg+wima,scaffold*" --columns "cifar10 a0.05" --seeds 0 \
-        --rounds 0.1                                                                         # 80
+    run wima/table2 --rows "fedavg,fedavg+wima,scaffold*" --columns "cifar10 a0,cifar10 a0.05" \
+        --seeds 0 --rounds 0.1                                                               # 160
 }
 
 wcm() { # ResNet-18: 140 (IF 0.01) to 470 (IF 1) a full-length cell, and 75 or more to compile

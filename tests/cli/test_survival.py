@@ -77,11 +77,12 @@ def test_kill_at_random_points_then_resume_is_as_if_never_killed(whole, tmp_path
     assert not list(folder.glob("*.part"))
 
 
-def test_ctrl_c_finishes_the_round_saves_and_says_how_to_resume(whole, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_stop_finishes_the_round_saves_and_says_how_to_resume(number, whole, tmp_path):
     folder = tmp_path / "run"
     process = start(*ARGUMENTS, "--out", str(folder))
     wait_for(process, folder, 5)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and f"fedbasin resume {folder}" in output.replace("\n", "")
     done = lines(folder)
@@ -92,6 +93,14 @@ def test_ctrl_c_finishes_the_round_saves_and_says_how_to_resume(whole, tmp_path)
     assert process.returncode == 0, output
     assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert records(folder) == records(whole)
+
+
+def children_of(process):
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not found.exists():
+        process.kill()
+        pytest.skip("this system does not list a process's children")
+    return [int(child) for child in found.read_text().split()]
 
 
 @pytest.mark.parametrize("who", ["all", "workers"])
@@ -109,13 +118,47 @@ def test_ctrl_c_begins_no_further_run_of_a_comparison(who, tmp_path):
     if who == "all":
         os.killpg(process.pid, signal.SIGINT)
     else:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        if not children.exists():
-            process.kill()
-            pytest.skip("this system does not list a process's children")
-        for child in children.read_text().split():
-            os.kill(int(child), signal.SIGINT)
+        for child in children_of(process):
+            os.kill(child, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert sorted(path.parent for path in out.glob("*/seed0/config.toml")) == begun
     assert all((folder / "checkpoint.safetensors").exists() for folder in begun)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_runs_stop_and_save_where_the_process_that_began_them_is_gone(number, tmp_path):
+    out, settings = tmp_path / "out", [*ARGUMENTS[7:]]
+    runs = ["compare", "fedavg", "--jobs", "2", "--seeds", "0,1"]
+    process = start(*runs, "--rounds", "100000", *settings, "--out", str(out))
+    folders = [out / "fedavg" / "seed0", out / "fedavg" / "seed1"]
+    for folder in folders:
+        wait_for(process, folder, 1)
+    children = children_of(process)
+    assert len(children) >= 2
+    os.kill(process.pid, number)
+    process.communicate(timeout=60)  # until nobody holds its output: the others are gone as well
+    assert process.returncode == -number
+    for folder in folders:
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["status"] == "stopped"
+        assert summary["rounds"] == lines(folder)
+        assert (folder / "checkpoint.safetensors").exists()
+
+
+IDLE = """
+import os, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from fedbasin.experiment.apart import join_pool
+pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=join_pool)
+print(pool.submit(os.getpid).result(), flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_process_that_waits_for_a_run_goes_with_the_one_that_made_it():
+    process = subprocess.Popen([sys.executable, "-c", IDLE], stdout=subprocess.PIPE, text=True)
+    assert int(process.stdout.readline()) != process.pid
+    process.kill()
+    process.communicate(timeout=30)  # until nobody holds its output

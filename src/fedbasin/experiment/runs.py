@@ -23,6 +23,7 @@ import torch
 from fedbasin.core.archive import Archive
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.core.snapshot import Snapshots
+from fedbasin.experiment.apart import at_a_run, join_pool
 from fedbasin.experiment.build import build, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
 from fedbasin.experiment.tensorboard import tensorboard_events
@@ -286,7 +287,7 @@ def _outcomes(
             yield cell, outcome
             layout.extend(more())
         return
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_single_thread)
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=join_pool)
     try:
         running: dict[Future[dict[str, Any]], Cell] = {}
         begun = 0
@@ -314,17 +315,12 @@ def _run_watched(cell: Cell, data_dir: Path | None, tensorboard: bool) -> dict[s
 def _run_apart(cell: Cell, data_dir: Path | None, tensorboard: bool) -> dict[str, Any]:
     """Run a cell in a process of its own; what goes wrong comes back as text."""
     try:
-        return _run_watched(cell, data_dir, tensorboard)
+        with at_a_run():
+            return _run_watched(cell, data_dir, tensorboard)
     except (ValueError, OSError, Interrupted):
         raise
     except Exception as error:
         raise RuntimeError(f"{cell.path}: {type(error).__name__}: {error}") from None
-
-
-def _single_thread() -> None:
-    import fedbasin.experiment  # noqa: F401  (fills the catalogue of a new process)
-
-    torch.set_num_threads(1)
 
 
 def slug(expression: str) -> str:

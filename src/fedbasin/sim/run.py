@@ -178,7 +178,7 @@ def _peak_memory() -> int:
 
 @contextmanager
 def _stop_after_round() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C finish the round and save; a second one stops at once."""
+    """Let the first Ctrl-C or SIGTERM finish the round and save; a second one stops at once."""
     asked = threading.Event()
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -189,8 +189,9 @@ def _stop_after_round() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
         return
-    before = signal.signal(signal.SIGINT, ask)
+    before = {each: signal.signal(each, ask) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield asked.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
