@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The runs behind findings of the papers' tables: one cell, with something changed.
 #
-#   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, shrinking, distilled
+#   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
-# feddyn and feddf fit a CPU (a minute a round or less); the others want a GPU.
+# feddyn, feddf and collapse fit a CPU (a minute a round or less); the others want a GPU.
 set -euo pipefail
 out=$1
 shift
@@ -51,6 +51,11 @@ shrinking() { # FedLAW's Table 1: what moves FedAvg, and the end of strong shrin
         fresh "fresh momentum, all rows" "fedlaw(learn='none', gamma=$gamma)" \
             --set partition.hold_out=0.0
     done
+}
+
+collapse() { # FedLAW's Table 3, CIFAR-10: does kept momentum save it from shrinking to nothing?
+    cell "fedlaw a0.1" fedlaw/table3 fedlaw "cifar10 cnn a0.1"
+    fresh "fresh momentum" "fedlaw(lr=0.01, guard=0)" --rounds 40
 }
 
 distilled() { # FedLAW's Table 3, CIFAR-10: is it the server's optimiser?

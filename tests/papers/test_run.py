@@ -247,7 +247,7 @@ def test_the_runs_behind_findings_change_a_cell_that_can_run(tmp_path):
         f"    open({str(told)!r}, 'a').write(line + '\\n')\n"
     )
     fake.chmod(0o755)
-    findings = ["feddyn", "feddf", "shrinking", "distilled"]
+    findings = ["feddyn", "feddf", "collapse", "shrinking", "distilled"]
     environment = {**os.environ, "FEDBASIN": str(fake), "JOBS": "4"}
     subprocess.run(
         [script, tmp_path / "out", *findings], env=environment, check=True, capture_output=True
