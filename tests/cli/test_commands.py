@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -7,7 +8,10 @@ import typer
 from rich.text import Text
 from typer.testing import CliRunner
 
+import fedbasin.experiment  # noqa: F401  (fills the catalogue)
 from fedbasin.cli import app, main
+from fedbasin.cli.listing import card_text
+from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import parse
 
 FAST = [
@@ -121,15 +125,24 @@ def test_demo_runs_all_its_methods(tmp_path):
 def test_methods_lists_shows_and_speaks_json():
     listing = invoke("methods")
     assert listing.exit_code == 0
-    cards = json.loads(invoke("methods", "--json").output)
-    assert {"fedavg", "fedprox", "scaffold"} <= {card["name"] for card in cards}
-    for card in cards:
+    listed = json.loads(invoke("methods", "--json").output)
+    assert {"fedavg", "fedprox", "scaffold"} <= {card["name"] for card in listed}
+    for card in listed:
         assert card["name"] in listing.output
     page = invoke("methods", "scaffold").output
     assert "c_i+" in page and "server_lr = 1.0" in page and "2 models down" in page
     assert json.loads(invoke("methods", "fedprox", "--json").output)[0]["is_fedavg_when"] == {
         "mu": 0.0
     }
+
+
+@pytest.mark.parametrize("card", cards("rule"), ids=lambda card: card.name)
+def test_a_rule_is_shown_with_an_expression_that_runs(card):
+    assert card.name in invoke("methods").output
+    page = card_text(card.name)
+    assert card.summary in page.replace("\n", " ") and card.paper in page
+    (use,) = re.findall(r"^use +(.*), and so", page, re.MULTILINE)
+    assert parse(use).local == card.make()
 
 
 def test_the_methods_page_is_up_to_date():

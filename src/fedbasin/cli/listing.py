@@ -20,11 +20,16 @@ def cards_table() -> Table:
     for card in cards("method"):
         needs = ", ".join(card.needs) or "-"
         table.add_row(card.name, card.summary, card.paper, needs, f"{card.down:g}/{card.up:g}")
+    rules = ", ".join(card.name for card in cards("rule"))
+    table.caption = f"rules for clients, with local= in any of them: {rules}"
     return table
 
 
 def card_text(name: str) -> str:
-    """Return one method with its arguments, its file's equations and its cost."""
+    """Return one method, or a rule, with its arguments, its file's equations and its cost."""
+    rule = next((card for card in cards("rule") if card.name == name), None)
+    if rule is not None:
+        return _rule_text(rule)
     card = _find(name)
     module = inspect.getdoc(sys.modules[card.make.__module__]) or ""
     arguments = "\n".join(f"    {line}" for line in _arguments(card)) or "    none"
@@ -42,6 +47,17 @@ def card_text(name: str) -> str:
             f"is FedAvg  {_neutral(card).replace('`', '')}",
         ]
     )
+
+
+def _rule_text(card: Card) -> str:
+    arguments = ", ".join(f"{p.name}={text(p.default)}" for p in card.parameters)
+    rule = f"{card.name}({arguments})" if arguments else card.name
+    lines = [
+        f"{card.name}, a rule for clients: {inspect.getdoc(card.make)}",
+        "",
+        f"use        fedavg(local={rule}), and so with every method",
+    ]
+    return "\n".join([*lines, f"paper      {card.paper}  {card.url}"] if card.paper else lines)
 
 
 def cards_markdown() -> str:

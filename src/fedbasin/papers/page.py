@@ -26,9 +26,9 @@ fedbasin paper config ima/table1 --row fedavg --column "fmnist cnn dir0.1" >cell
 fedbasin run cell.toml --set local.weight_decay=0.0       # what does the number depend on?
 ```
 
-- **ours** is the mean over seeds, ± the standard deviation, without those that diverged; a cell with
-  any of these is *missed*. A run of fewer rounds than the paper's is marked *reduced*, one on a part
-  of the published data with its share; neither repeats the paper's number, so neither gets a
+- **ours** is the mean over seeds, ± the standard deviation, without those that diverged; a cell
+  with any of these is *missed*. A run of fewer rounds than the paper's is marked *reduced*, one on
+  a part of the published data with its share; neither repeats the paper's number, so neither gets a
   verdict.
 - **gain** is over the baseline: the row or column that the cell is compared with in its paper.
 - **verdict**: *near* is within 3 points of the paper; *gain* is the direction and at least half of
