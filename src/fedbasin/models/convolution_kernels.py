@@ -54,6 +54,14 @@ def _place(
 
 
 @triton.jit
+def _tap(j, first_high, first_wide, across, KW: tl.constexpr, S: tl.constexpr):
+    """Return the j-th of the taps that lie S apart from a first one, with so many in a row."""
+    if S > 1:
+        j = (first_high + j // across * S) * KW + first_wide + j % across * S
+    return j
+
+
+@triton.jit
 def _product(
     x,
     w,
@@ -123,9 +131,7 @@ def _product(
     total = tl.zeros((BM, BN), dtype=tl.float32)
     if C % BK == 0:  # a block lies within one tap, so that positions are one number a row
         for i in range(taps * (C // BK)):
-            t = i // (C // BK)
-            if S > 1:
-                t = (first_high + t // across * S) * KW + first_wide + t % across * S
+            t = _tap(i // (C // BK), first_high, first_wide, across, KW, S)
             c = (i % (C // BK)) * BK + k
             up, left, some = _place(high, wide, t, H, W, KW, STRIDE, PAD, BACK)
             at = rows + up * x_height + left * x_width
@@ -137,10 +143,9 @@ def _product(
         for i in range(tl.cdiv(taps * C, BK)):
             tc = i * BK + k
             some_k = tc < taps * C
-            t = tc // C
+            t = _tap(tc // C, first_high, first_wide, across, KW, S)
             c = tc % C
             if S > 1:
-                t = (first_high + t // across * S) * KW + first_wide + t % across * S
                 tc = t * C + c
             up, left, some = _place(
                 high[:, None], wide[:, None], t[None, :], H, W, KW, STRIDE, PAD, BACK
@@ -324,7 +329,7 @@ def weight_gradients(
 ) -> Tensor:
     """Return the gradients [A, N, C, K, L] of weights from those of outputs, and images."""
     if not halves_inside(x):
-        x = F.pad(x, (padding,) * 4).contiguous()
+        x = (F.pad(x, (padding,) * 4) if padding else x).contiguous()  # a pad of 0 is a copy
         return _summed(_outer, dy.transpose(1, 2).contiguous(), x, window, (stride,))
     dy, x = channels_inside(dy), channels_inside(x)
     return _summed(_outer_inside, dy.transpose(1, 2), x, window, (stride, padding))
