@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The runs behind findings of the papers' tables: one cell, with something changed.
 #
-#   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled
+#   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
+#                                                          tuned, shifted, precision
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -64,9 +65,25 @@ distilled() { # FedLAW's Table 3, CIFAR-10: is it the server's optimiser?
         try "sgd 0.08" --set "method=feddf(fedavg(local=kept_momentum(decay=0.0005)), optimiser='sgd', \
 lr=0.08, betas=(0.9, 0.999), cosine=False, clip=0.0)"
     done
+}
+
+tuned() { # the same of Server-FT
     cell "serverft a0.1" fedlaw/table3 serverft "cifar10 cnn a0.1"
     try "sgd 0.08" --set "method=serverft(fedavg(local=kept_momentum(decay=0.0005)), \
 optimiser='sgd', lr=0.08, betas=(0.9, 0.999))"
+}
+
+shifted() { # the same table: is FedDyn scored at the model it sends, and weighted by rows?
+    cell "feddyn a0.1" fedlaw/table3 feddyn "cifar10 cnn a0.1"
+    try "as sent" --set "method=feddyn(alpha=0.01, score='server', weighting='samples', \
+local=kept_momentum(decay=0.0005))"
+}
+
+precision() { # what bf16 changes: the same cells in tf32
+    cell "fedavg shards2" fedcda/table1 fedavg "fmnist shards2"
+    try "tf32" --set sim.precision=tf32
+    cell "fedavg if0.01" fedwcm/table3 fedavg "if0.01 beta0.1"
+    try "tf32" --set sim.precision=tf32
 }
 
 [[ $# -gt 0 ]] || set -- feddyn feddf

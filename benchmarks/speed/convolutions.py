@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn import grad
 
 from fedbasin.models.convolution import (
-    halves_inside,
+    halves,
     image_gradients,
     outputs_of,
     weight_gradients,
@@ -84,7 +84,7 @@ def measure(name, precision):
 
     x, dy = inside(clients, batch, size, size, channels), inside(clients, batch, out, out, outputs)
     w = drawn(clients, outputs, channels, window, window)
-    seen, left = ((dy, x), padding) if halves_inside(x) else (positions_inside(dy, x, padding), 0)
+    seen, left = ((dy, x), padding) if halves(x) else (positions_inside(dy, x, padding), 0)
     how, grouped = (stride, padding), {"groups": clients}
     gx, gy = (t.transpose(0, 1).flatten(1, 2).contiguous() for t in (x, dy))
     gw = w.flatten(0, 1)

@@ -28,7 +28,7 @@ class Conv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution of a batch [B, C, H, W]."""
         weight, bias, device = self.weight, self.bias, input.device.type
-        if not (_many_on_gpu(input) and (self.training or not torch.is_grad_enabled())):
+        if not side_by_side(self, input):
             return super().forward(input)
         if torch.is_autocast_enabled(device):
             half = torch.get_autocast_dtype(device)
@@ -37,6 +37,8 @@ class Conv2d(nn.Conv2d):
         exact = weight.dtype == torch.float64 or not torch.backends.cudnn.allow_tf32
         if exact or not self._plain():
             return super().forward(input)
+        # here and not further in, so that gradients are made of the same copies
+        input, weight = input if input.shape[1] < FEW else _inside(input), _inside(weight)
         how = (self.stride[0], int(self.padding[0]))
         outputs: Tensor = Convolution.apply(input, weight, bias, *how)  # type: ignore[no-untyped-call]
         return outputs
@@ -47,39 +49,63 @@ class Conv2d(nn.Conv2d):
         return same and self.groups == 1 and self.dilation == (1, 1)
 
 
+def side_by_side(layer: nn.Module, input: Tensor) -> bool:
+    """Whether a layer is to do the work of many clients on a GPU, for one gradient at most."""
+    return _many_on_gpu(input) and (layer.training or not torch.is_grad_enabled())
+
+
 def _many_on_gpu(input: Tensor) -> bool:
     """Whether images lie on a GPU and a transform, such as `vmap` over clients, is at work."""
     return input.is_cuda and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of tensors as one operator: opaque to the compiler, known to `vmap`.
+    """Return a function of many clients' tensors as one operator: opaque to the compiler, known to
+    `vmap`, and good for one client's tensors too.
 
     Its own gradient is not registered, so that a second derivative is an error and not a zero.
     """
     name = f"fedbasin::{function.__name__}"
     schema = torch.library.infer_schema(function, mutates_args=())
     torch.library.define(name, schema)
-    torch.library.impl(name, ("cpu", "cuda"), function)
+    torch.library.impl(name, ("cpu", "cuda"), _of_clients(function))
     op: Callable[..., Tensor] = getattr(torch.ops.fedbasin, function.__name__)
 
     def over_clients(info: Any, axes: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        rows = info.batch_size
-        both = [
-            _merged(each, axis, rows) if isinstance(each, Tensor) else each
-            for each, axis in zip(args, axes, strict=True)
-        ]
-        return op(*both).unflatten(0, (rows, -1)), 0
+        both = zip(args, axes, strict=True)
+        return op(*(_first(each, axis, info.batch_size) for each, axis in both)), 0
 
     torch.library.register_vmap(name, over_clients)
     return op
 
 
-def _merged(each: Tensor, axis: int | None, rows: int) -> Tensor:
-    """Return a tensor whose first axis takes in the one that `vmap` maps over."""
-    if axis is None:
-        return each.expand(rows, *each.shape).flatten(0, 1)
-    return each.movedim(axis, 0).flatten(0, 1)
+def _of_clients(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of tensors [A, ...] for any number of axes in place of A; the first tensor
+    is of images, of four axes without them.
+    """
+
+    def of_any(*args: Any) -> Tensor:
+        lead = args[0].shape[:-4]
+        if len(lead) == 1:
+            return function(*args)
+        one = [
+            each.reshape(-1, *each.shape[len(lead) :]) if isinstance(each, Tensor) else each
+            for each in args
+        ]
+        found = function(*one)
+        return found.unflatten(0, lead) if lead else found[0]
+
+    return of_any
+
+
+def _first(each: Any, axis: int | None, clients: int) -> Any:
+    """Return a tensor with the axis that `vmap` maps over in front; anything else as it is.
+
+    A tensor that has it there is not touched: the compiler could not look through what that leaves.
+    """
+    if not isinstance(each, Tensor) or axis == 0:
+        return each
+    return each.expand(clients, *each.shape) if axis is None else each.movedim(axis, 0)
 
 
 class Convolution(torch.autograd.Function):
@@ -90,9 +116,7 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
         """Return the outputs [B, N, OH, OW] of images [B, C, H, W] and weights [N, C, K, L]."""
-        biases = None if bias is None else bias[None]
-        x = x if x.shape[1] < FEW else _inside(x)
-        return outputs_of(x[None], _inside(w)[None], biases, stride, padding)[0]
+        return outputs_of(x, w, bias, stride, padding)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -104,13 +128,12 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the images, if anybody asks for them, of weights and biases."""
         x, w = ctx.saved_tensors
-        dx, size, window = None, list(x.shape[2:]), list(w.shape[2:])
+        dx, size, window, inside = None, list(x.shape[2:]), list(w.shape[2:]), _inside(dy)
         if ctx.needs_input_grad[0]:
-            turned = _inside(w.transpose(0, 1)).transpose(0, 1)
-            found = image_gradients(_inside(dy)[None], turned[None], size, ctx.stride, ctx.padding)
-            dx = _last(found[0])
-        seen, padding = _for_weights(dy, x, ctx.padding)
-        dw = _last(weight_gradients(*seen, window, ctx.stride, padding)[0])
+            turned = w if halves(w) else _inside(w.transpose(0, 1)).transpose(0, 1)
+            dx = last(image_gradients(inside, turned, size, ctx.stride, ctx.padding))
+        seen, padding = _for_weights(inside, x, ctx.padding)
+        dw = last(weight_gradients(*seen, window, ctx.stride, padding))
         db = dy.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
         return dx, dw.to(w.dtype), db, None, None
 
@@ -123,26 +146,26 @@ def _inside(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
-def halves_inside(x: Tensor) -> bool:
-    """Whether gradients of weights are taken from images as the forward pass has them."""
-    return x.dtype.itemsize == 2 and x.shape[-3] >= FEW
+def halves(x: Tensor) -> bool:
+    """Whether tensor cores turn tiles around themselves, so that all is read as it lies."""
+    return x.dtype.itemsize == 2
 
 
 def _for_weights(dy: Tensor, x: Tensor, padding: int) -> tuple[tuple[Tensor, Tensor], int]:
     """Return gradients of outputs and images as the kernel for weights reads them, and what is left
     to pad.
     """
-    if halves_inside(x):
-        return (_inside(dy)[None], _inside(x)[None]), padding
-    whole = torch.promote_types(x.dtype, torch.float32)  # for halves: their products are exact
-    padded = x.to(whole).contiguous()
+    if halves(x):
+        return (dy, _inside(x)), padding
+    padded = x.contiguous()
     if padding:
         padded = F.pad(padded, (padding,) * 4)
-    by_output = dy.to(whole).transpose(0, 1).contiguous().transpose(0, 1)
-    return (by_output[None], padded[None]), 0
+    by_output = dy.transpose(0, 1).contiguous().transpose(0, 1)
+    return (by_output, padded), 0
 
 
-def _last(gradient: Tensor) -> Tensor:
+def last(gradient: Tensor) -> Tensor:
+    """Return a gradient that cannot be differentiated again."""
     same: Tensor = _Last.apply(gradient)  # type: ignore[no-untyped-call]
     return same
 
@@ -223,15 +246,15 @@ def _shape_of_weights(
     dy: Tensor, x: Tensor, window: list[int], stride: int, padding: int
 ) -> Tensor:
     sums = torch.promote_types(x.dtype, torch.float32)
-    if halves_inside(x):
+    if halves(x):
         found = x.new_empty(x.shape[0], dy.shape[2], *window, x.shape[2], dtype=sums)
         return found.permute(0, 1, 4, 2, 3)
     return x.new_empty(x.shape[0], dy.shape[2], x.shape[2], *window, dtype=sums)
 
 
-torch.library.register_fake("fedbasin::outputs_of", _shape_of_outputs)
-torch.library.register_fake("fedbasin::image_gradients", _shape_of_images)
-torch.library.register_fake("fedbasin::weight_gradients", _shape_of_weights)
+torch.library.register_fake("fedbasin::outputs_of", _of_clients(_shape_of_outputs))
+torch.library.register_fake("fedbasin::image_gradients", _of_clients(_shape_of_images))
+torch.library.register_fake("fedbasin::weight_gradients", _of_clients(_shape_of_weights))
 
 
 def _grouped(x: Tensor) -> Tensor:

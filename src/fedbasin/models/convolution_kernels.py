@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbasin.models.convolution import FEW, halves_inside
+from fedbasin.models.convolution import FEW, halves
 
 _PROGRAMS = 264  # about two for each multiprocessor of a large GPU
 
@@ -72,6 +72,9 @@ def _product(
     x_height,
     x_width,
     x_channel,
+    w_output: tl.constexpr,
+    w_tap: tl.constexpr,
+    w_channel: tl.constexpr,
     B: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
@@ -137,7 +140,7 @@ def _product(
             at = rows + up * x_height + left * x_width
             some = (some & some_m)[:, None]
             seen = tl.load(x + at[:, None] + (c * x_channel)[None, :], some, 0.0)
-            weights = w + (n * (T * C))[None, :] + (t * C + c)[:, None]
+            weights = w + (n * w_output)[None, :] + (t * w_tap + c * w_channel)[:, None]
             total = tl.dot(seen, tl.load(weights, some_n[None, :], 0.0), total)
     else:
         for i in range(tl.cdiv(taps * C, BK)):
@@ -145,14 +148,12 @@ def _product(
             some_k = tc < taps * C
             t = _tap(tc // C, first_high, first_wide, across, KW, S)
             c = tc % C
-            if S > 1:
-                tc = t * C + c
             up, left, some = _place(
                 high[:, None], wide[:, None], t[None, :], H, W, KW, STRIDE, PAD, BACK
             )
             at = rows[:, None] + up * x_height + left * x_width + (c * x_channel)[None, :]
             seen = tl.load(x + at, some & some_m[:, None] & some_k[None, :], 0.0)
-            weights = w + (n * (T * C))[None, :] + tc[:, None]
+            weights = w + (n * w_output)[None, :] + (t * w_tap + c * w_channel)[:, None]
             total = tl.dot(seen, tl.load(weights, some_n[None, :] & some_k[:, None], 0.0), total)
     if BIAS:
         total += tl.load(bias + a * N + n, some_n, 0.0)[None, :]
@@ -274,14 +275,22 @@ def outputs_of(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: 
     biases [A, N].
     """
     sizes = [(x.shape[i] + 2 * padding - w.shape[i]) // stride + 1 for i in (3, 4)]
-    return _multiplied(x, w.permute(0, 1, 3, 4, 2), bias, sizes, stride, padding, back=False)
+    return _multiplied(x, _weights_inside(w), bias, sizes, stride, padding, back=False)
 
 
 def image_gradients(
     dy: Tensor, w: Tensor, size: Sequence[int], stride: int, padding: int
 ) -> Tensor:
     """Return the gradients of images [A, B, C, H, W] from those of outputs; `size` is (H, W)."""
-    return _multiplied(dy, w.permute(0, 2, 3, 4, 1), None, size, stride, padding, back=True)
+    turned = w.permute(0, 2, 3, 4, 1)
+    if halves(w):
+        turned = _weights_inside(w).transpose(1, 4)
+    return _multiplied(dy, turned, None, size, stride, padding, back=True)
+
+
+def _weights_inside(w: Tensor) -> Tensor:
+    """Return weights [A, N, K, L, C] of [A, N, C, K, L], as they lie where channels are inside."""
+    return w.permute(0, 1, 3, 4, 2).contiguous()
 
 
 def _multiplied(
@@ -294,8 +303,8 @@ def _multiplied(
     *,
     back: bool,
 ) -> Tensor:
-    """Launch `_product` on weights [A, N, K, L, C]."""
-    x, w = channels_inside(x), w.contiguous()
+    """Launch `_product` on weights [A, N, K, L, C], of which single floats lie just so."""
+    x, w = channels_inside(x), w if halves(w) else w.contiguous()
     (clients, batch, channels, height, width), outputs = x.shape, w.shape[1]
     apart = stride if back else 1
     positions = batch * -(-size[0] // apart) * -(-size[1] // apart)  # of pixels that lie so apart
@@ -311,6 +320,7 @@ def _multiplied(
     _product[(triton.cdiv(positions, block_m) * tiles, clients, apart**2)](
         *(x, w, x if bias is None else bias.contiguous(), y),
         *(x.stride(0), x.stride(1), x.stride(3), x.stride(4), x.stride(2)),
+        *(w.stride(1), w.stride(3), w.stride(4)),
         *(batch, outputs, channels, height, width, *size, *w.shape[2:4], stride, padding),
         *(back, bias is not None, block_m, block_n, block_k),
         num_warps=4,
@@ -328,10 +338,10 @@ def weight_gradients(
     dy: Tensor, x: Tensor, window: Sequence[int], stride: int, padding: int
 ) -> Tensor:
     """Return the gradients [A, N, C, K, L] of weights from those of outputs, and images."""
-    if not halves_inside(x):
+    if not halves(x):
         x = (F.pad(x, (padding,) * 4) if padding else x).contiguous()  # a pad of 0 is a copy
         return _summed(_outer, dy.transpose(1, 2).contiguous(), x, window, (stride,))
-    dy, x = channels_inside(dy), channels_inside(x)
+    dy, x = (t.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3) for t in (dy, x))
     return _summed(_outer_inside, dy.transpose(1, 2), x, window, (stride, padding))
 
 
@@ -344,7 +354,9 @@ def _summed(
     outputs, size = dy.shape[1], dy.shape[3:]
     positions, taps = batch * size[0] * size[1], window[0] * window[1]
     block_n = min(128, max(16, triton.next_power_of_2(outputs)))
-    block_k, block_m = (128, 64) if inside else (64, 32)
+    block_k, block_m = (64, 32)
+    if inside:
+        block_k, block_m = min(128, max(16, triton.next_power_of_2(taps * channels))), 64
     tiles = triton.cdiv(taps * channels, block_k) * triton.cdiv(outputs, block_n)
     split = max(1, min(2 * _PROGRAMS // (tiles * clients), positions // (8 * block_m)))
     shape = (*window, channels) if inside else (channels, *window)

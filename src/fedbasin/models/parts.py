@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
+from fedbasin.models.normalisation import GroupNorm
+
 Layers = OrderedDict[str, nn.Module]
 Norm = Callable[[int], nn.Module]
 Shape = tuple[int, ...]  # of one example, without the batch axis
@@ -19,7 +21,7 @@ def _group_norm(channels: int, groups: int) -> nn.Module:
             f"groups={groups} does not divide a layer of {channels} channels; "
             "choose a divisor such as groups=2"
         )
-    return nn.GroupNorm(groups, channels)
+    return GroupNorm(groups, channels)
 
 
 _NORMS: dict[str, Callable[[int, int], nn.Module]] = {
