@@ -72,7 +72,8 @@ class Normalisation(torch.autograd.Function):
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """Return images [B, C, ...] as [B, ..., G, C / G], in float32 at least."""
     whole = torch.promote_types(x.dtype, torch.float32)
-    return x.movedim(1, -1).unflatten(-1, (groups, -1)).to(whole)
+    grouped: Tensor = x.movedim(1, -1).unflatten(-1, (groups, -1))
+    return grouped.to(whole)
 
 
 def _images(grouped: Tensor, like: Tensor) -> Tensor:
