@@ -142,8 +142,10 @@ def _inside(x: Tensor) -> Tensor:
     """Return a tensor [B, C, H, W] with channels innermost in memory.
 
     Said here, and not left to the kernels, so that the compiler has whatever makes it write it so.
+    One that lies so is not touched, see `_first`.
     """
-    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    inside = x.permute(0, 2, 3, 1)
+    return x if inside.is_contiguous() else inside.contiguous().permute(0, 3, 1, 2)
 
 
 def halves(x: Tensor) -> bool:
@@ -186,7 +188,7 @@ class _Last(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         raise NotImplementedError(
-            "a second derivative of a convolution in training on CUDA: take it in evaluation"
+            "a second derivative of a layer in training on CUDA: take it in evaluation"
         )
 
 
