@@ -94,6 +94,18 @@ def test_a_second_derivative_is_refused_and_not_wrong():
         torch.func.grad(lambda x: slope(x).sum())(x)
 
 
+def traced(layers, mixed):
+    """Return the graph of the gradients of some layers, for several clients."""
+    named = {n: p.detach().expand(CLIENTS, *p.shape) for n, p in layers.named_parameters()}
+    inputs = torch.randn(CLIENTS, BATCH, 3, 10, 10)
+
+    def loss(named, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            return torch.func.functional_call(layers, named, (x,)).float().square().mean()
+
+    return make_fx(torch.func.vmap(torch.func.grad(loss)))(named, inputs).graph
+
+
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bf16"])
 def test_images_between_layers_are_not_copied(side_by_side, mixed):
     """A copy of images is a pass over most of what a step reads and writes."""
@@ -103,14 +115,7 @@ def test_images_between_layers_are_not_copied(side_by_side, mixed):
         *(Conv2d(channels, channels, 3, padding=1), GroupNorm(GROUPS, channels), nn.ReLU()),
         GlobalAverage(),
     )
-    named = {n: p.detach().expand(CLIENTS, *p.shape) for n, p in layers.named_parameters()}
-    inputs = torch.randn(CLIENTS, BATCH, 3, 10, 10)
-
-    def loss(named, x):
-        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            return torch.func.functional_call(layers, named, (x,)).float().square().mean()
-
-    graph = make_fx(torch.func.vmap(torch.func.grad(loss)))(named, inputs).graph
+    graph = traced(layers, mixed)
     images = CLIENTS * BATCH * channels * 10 * 10
     copies = [
         node
@@ -122,3 +127,31 @@ def test_images_between_layers_are_not_copied(side_by_side, mixed):
     # In float32 gradients of weights want positions innermost: of two outputs, and of the images
     # (padded, which is another copy) that the second layer sees.
     assert len(copies) == (0 if mixed else 3)
+    # and the compiler sees what made them, not a view of it that it would have to copy
+    second = [n for n in graph.nodes if n.target == torch.ops.fedbasin.outputs_of.default][1]
+    assert second.args[0].target == torch.ops.aten.relu.default
+
+
+class PositionsInside(nn.Module):
+    """A layer that leaves images as most of torch's do."""
+
+    def forward(self, x):
+        return x.contiguous()
+
+
+def test_kernels_are_given_channels_innermost(side_by_side):
+    """Also where a layer between them leaves them otherwise."""
+    channels = 2 * convolution.FEW
+    layers = nn.Sequential(
+        Conv2d(3, channels, 3), nn.ReLU(), PositionsInside(), Conv2d(channels, channels, 3)
+    )
+    given = [
+        argument.meta["val"]
+        for node in traced(layers, mixed=True).nodes
+        if "fedbasin" in str(node.target)
+        for argument in node.args[:2]
+    ]
+    assert len(given) == 2 * (2 + 1 + 2)  # outputs, gradients of images, gradients of weights
+    for each in given:
+        few = each.shape[-3] < convolution.FEW
+        assert few or each.movedim(-3, -1).is_contiguous()

@@ -1,0 +1,81 @@
+"""The layers that many clients share on a GPU, in a whole round: a CPU is taken for a GPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Plan
+from fedbasin.core.net import Net
+from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.data.transform import Transform
+from fedbasin.local import SGD, Trainer
+from fedbasin.models import convolution
+from fedbasin.models.convolution import Convolution
+from fedbasin.models.normalisation import Normalisation
+from fedbasin.sim import LoopExecutor, Population
+from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.cohort import CohortExecutor
+from fedbasin.sim.loop import Sent
+
+KEY = root(7)
+SIZES = (20, 17, 24)  # as many steps for each, which is one graph to compile
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Count the layers' own operations, by which a cohort is told from a loop."""
+    found = []
+
+    def many(_):
+        return torch._C._functorch.peek_interpreter_stack() is not None
+
+    def counted(function):
+        whole = function.apply
+        monkeypatch.setattr(function, "apply", lambda *args: found.append(function) or whole(*args))
+
+    monkeypatch.setattr(convolution, "_many_on_gpu", many)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    counted(Convolution)
+    counted(Normalisation)
+    return found
+
+
+def update_of(make, mixed=False):
+    """What two epochs change in the models of three clients."""
+    rng, shape = KEY.fold("data").numpy(), (3, 8, 8)
+    inputs = rng.integers(0, 256, (sum(SIZES), *shape), dtype=np.uint8)
+    ends = np.cumsum(SIZES)
+    rows = [np.arange(end - n, end) for n, end in zip(SIZES, ends, strict=True)]
+    people = Population.of(inputs, rng.integers(0, 10, sum(SIZES)), rows, "cpu")
+    with torch_draws_from(KEY):
+        net = Net(parse("resnet8", "model")(shape, 10), mixed=mixed)
+    transform = Transform((0.5,) * 3, (0.25,) * 3, augment=True, kind="image")
+    executor = make(Trainer(net, (), SGD(0.9, 1e-3, 10.0), 8, transform, 10), people, KEY)
+    vector, buffers = net.initial()
+    states, everyone = ClientStates((), vector), np.arange(len(SIZES))
+    gathered = executor.train(everyone, Sent(vector, buffers, (), 0), Plan(0.05, 2), states)
+    return gathered.replies.models - vector
+
+
+def distance(ours, theirs):
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def cohort(compiled):
+    return lambda *args: CohortExecutor(*args, compiled=compiled, backend="aot_eager")
+
+
+def test_a_cohort_trains_as_a_loop_does(calls):
+    alone = update_of(LoopExecutor)
+    assert not calls
+    assert distance(update_of(cohort(compiled=False)), alone) < 1e-4
+    assert {*calls} == {Convolution, Normalisation}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_in_halves_it_is_no_further_off_than_a_loop_in_halves(calls, compiled):
+    exact = update_of(LoopExecutor)
+    of_loop = distance(update_of(LoopExecutor, mixed=True), exact)
+    assert distance(update_of(cohort(compiled), mixed=True), exact) < 2 * of_loop
+    assert {*calls} == {Convolution, Normalisation}
