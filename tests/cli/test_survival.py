@@ -150,8 +150,10 @@ IDLE = """
 import os, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from fedbasin.experiment.apart import join_pool
-pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=join_pool)
+spawn = get_context("spawn")
+pool = ProcessPoolExecutor(1, spawn, initializer=join_pool, initargs=(Path("none"),))
 print(pool.submit(os.getpid).result(), flush=True)
 time.sleep(100)
 """

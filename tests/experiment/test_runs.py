@@ -152,14 +152,31 @@ def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path):
     assert compare(base, ["fedavg", "fedprox(mu=0.1)"], [0], tmp_path) == found
 
 
-def test_processes_of_their_own_give_the_same_bits(tmp_path):
-    base = replace(SMALL, rounds=2)
-    one = compare(base, ["fedavg", "scaffold"], [0], tmp_path / "one")
-    two = compare(base, ["fedavg", "scaffold"], [0], tmp_path / "two", jobs=2)
+IN_PLAIN = "class counts in plain"  # what fedwcm says of every run
+
+
+def test_processes_of_their_own_give_the_same_bits(tmp_path, capfd):
+    base, seeds = replace(SMALL, rounds=2), [0, 1]
+    one = compare(base, ["scaffold", "fedwcm"], seeds, tmp_path / "one")
+    capfd.readouterr()
+    two = compare(base, ["scaffold", "fedwcm"], seeds, tmp_path / "two", jobs=2)
+    assert capfd.readouterr().err.count(IN_PLAIN) == 1
     assert [s["accuracy_last"] for s in one] == [s["accuracy_last"] for s in two]
     for path in sorted((tmp_path / "one").rglob("model.safetensors")):
         other = tmp_path / "two" / path.relative_to(tmp_path / "one")
         assert path.read_bytes() == other.read_bytes()
+
+
+def test_a_caution_is_said_once_a_method_and_again_in_the_next_comparison(tmp_path, caplog):
+    for folder in ("one", "two"):
+        caplog.clear()
+        compare(replace(SMALL, rounds=1), ["fedwcm", "fedwcm(tau=0.1)"], [0, 1], tmp_path / folder)
+        said = [text for text in caplog.messages if IN_PLAIN in text]
+        assert sorted(text.split(":")[0] for text in said) == ["fedwcm", "fedwcm(tau=0.1)"]
+    for seed in (0, 1):
+        caplog.clear()
+        run(replace(SMALL, rounds=1, method="fedwcm", seed=seed), tmp_path / str(seed))
+        assert sum(IN_PLAIN in text for text in caplog.messages) == 1
 
 
 def test_settings_that_cannot_work_are_explained():

@@ -1,7 +1,9 @@
-"""Processes of a pool, which go when the process that made them is gone, killed perhaps."""
+"""Runs apart: processes that go when the one that made them is gone, and what is said but once."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import signal
 import threading
@@ -9,18 +11,54 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 _at_a_run = threading.Event()
+_TELLERS = [logging.getLogger(f"fedbasin.experiment.{name}") for name in ("build", "runs")]
 
 
-def join_pool() -> None:
-    """Get a new process ready for runs, with one thread each."""
+def join_pool(folder: Path) -> None:
+    """Get a new process ready for runs, with one thread each; `folder` is of `said_once`."""
     import fedbasin.experiment  # noqa: F401  (fills the catalogue)
 
     torch.set_num_threads(1)
+    for teller in _TELLERS:
+        teller.addFilter(_Once(folder))
     threading.Thread(target=_follow, daemon=True).start()
+
+
+class _Once(logging.Filter):
+    """Lets a text pass once among all processes that share a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage().encode()
+        mark = self._folder / hashlib.blake2b(text, digest_size=16).hexdigest()
+        try:
+            mark.touch(exist_ok=False)
+        except OSError:
+            return not mark.exists()  # the folder may be gone, with the process that made it
+        return True
+
+
+@contextmanager
+def said_once() -> Iterator[Path]:
+    """Say what several runs caution against once, and not for every seed of a method."""
+    with TemporaryDirectory(prefix="fedbasin-") as name:
+        once = _Once(Path(name))
+        for teller in _TELLERS:
+            teller.addFilter(once)
+        try:
+            yield Path(name)
+        finally:
+            for teller in _TELLERS:
+                teller.removeFilter(once)
 
 
 @contextmanager

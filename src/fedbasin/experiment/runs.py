@@ -23,7 +23,7 @@ import torch
 from fedbasin.core.archive import Archive
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.core.snapshot import Snapshots
-from fedbasin.experiment.apart import at_a_run, join_pool
+from fedbasin.experiment.apart import at_a_run, join_pool, said_once
 from fedbasin.experiment.build import build, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
 from fedbasin.experiment.tensorboard import tensorboard_events
@@ -261,18 +261,24 @@ def run_cells(
             the layout.
     """
     summaries: dict[Path, dict[str, Any]] = {}
-    for cell, outcome in _outcomes(layout, data_dir, jobs, tensorboard, more):
-        if on_cell is not None:
-            on_cell(cell, outcome)
-        elif isinstance(outcome, Exception):
-            raise outcome
-        if not isinstance(outcome, Exception):
-            summaries[cell.path] = outcome
+    with said_once() as folder:
+        for cell, outcome in _outcomes(layout, data_dir, jobs, tensorboard, more, folder):
+            if on_cell is not None:
+                on_cell(cell, outcome)
+            elif isinstance(outcome, Exception):
+                raise outcome
+            if not isinstance(outcome, Exception):
+                summaries[cell.path] = outcome
     return [summaries[cell.path] for cell in layout if cell.path in summaries]
 
 
 def _outcomes(
-    layout: list[Cell], data_dir: Path | None, jobs: int, tensorboard: bool, more: More
+    layout: list[Cell],
+    data_dir: Path | None,
+    jobs: int,
+    tensorboard: bool,
+    more: More,
+    folder: Path,
 ) -> Iterator[tuple[Cell, dict[str, Any] | Exception]]:
     """Yield each cell as it ends, with its summary or its error."""
     if jobs == 1:
@@ -287,7 +293,8 @@ def _outcomes(
             yield cell, outcome
             layout.extend(more())
         return
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=join_pool)
+    spawn = get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, spawn, initializer=join_pool, initargs=(folder,))
     try:
         running: dict[Future[dict[str, Any]], Cell] = {}
         begun = 0
