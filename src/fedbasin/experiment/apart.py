@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 _at_a_run = threading.Event()
-_TELLERS = [logging.getLogger(f"fedbasin.experiment.{name}") for name in ("build", "runs")]
+_teller = logging.getLogger(__package__)  # of all this room
 
 
 def join_pool(folder: Path) -> None:
@@ -25,8 +25,7 @@ def join_pool(folder: Path) -> None:
     import fedbasin.experiment  # noqa: F401  (fills the catalogue)
 
     torch.set_num_threads(1)
-    for teller in _TELLERS:
-        teller.addFilter(_Once(folder))
+    _teller.addFilter(_Once(folder))
     threading.Thread(target=_follow, daemon=True).start()
 
 
@@ -52,13 +51,11 @@ def said_once() -> Iterator[Path]:
     """Say what several runs caution against once, and not for every seed of a method."""
     with TemporaryDirectory(prefix="fedbasin-") as name:
         once = _Once(Path(name))
-        for teller in _TELLERS:
-            teller.addFilter(once)
+        _teller.addFilter(once)
         try:
             yield Path(name)
         finally:
-            for teller in _TELLERS:
-                teller.removeFilter(once)
+            _teller.removeFilter(once)
 
 
 @contextmanager

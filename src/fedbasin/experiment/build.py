@@ -315,14 +315,14 @@ def _say_cautions(method: Method, experiment: Experiment, net: Net, population: 
         statistics=net.has_statistics and experiment.sim.buffers != "recalibrate",
     )
     for caution in method.cautions(setting):
-        logging.getLogger(__name__).warning("%s: %s", method, caution)
+        logging.getLogger(__package__).warning("%s: %s", method, caution)
 
 
 def _class_counts(method: Method, population: Population, classes: int) -> Tensor | None:
     """Return the clients' class counts for a method that needs them, and say who sees them."""
     if "class_counts" not in needs_of(method):
         return None
-    logging.getLogger(__name__).warning(
+    logging.getLogger(__package__).warning(
         "%s: the server sees every client's class counts in plain. fedbasin private-counts shows "
         "how their sum is gathered under encryption.",
         method,

@@ -158,7 +158,7 @@ def _announce_snapshots(federation: Federation, folder: RunFolder) -> None:
             f"snapshots: {count} rounds take up to {size:,.0f} MB, {disk} has {free:,.0f} "
             "MB left; keep fewer rounds or write snapshots.clients = false"
         )
-    logging.getLogger(__name__).warning(
+    logging.getLogger(__package__).warning(
         "snapshots: models of %d rounds take up to %s MB in %s",
         count,
         f"{size:,.1f}",
