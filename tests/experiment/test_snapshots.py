@@ -38,7 +38,7 @@ def kept(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         said = []
         patch.setattr(
-            logging.getLogger("fedbasin.experiment.runs"), "warning", lambda *a: said.append(a)
+            logging.getLogger("fedbasin.experiment"), "warning", lambda *a: said.append(a)
         )
         run(SMALL, out)
     return out, said
