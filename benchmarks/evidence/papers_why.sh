@@ -2,7 +2,7 @@
 # The runs behind findings of the papers' tables: one cell, with something changed.
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
-#                                                          tuned, shifted, precision
+#                                                          tuned, shifted, precision, steps
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -84,6 +84,15 @@ precision() { # what bf16 changes: the same cells in tf32
     try "tf32" --set sim.precision=tf32
     cell "fedavg if0.01" fedwcm/table3 fedavg "if0.01 beta0.1"
     try "tf32" --set sim.precision=tf32
+}
+
+steps() { # FedWCM's Table 3: does FedCM fall by a momentum that is divided by too many steps?
+    # At IF 0.1 a client takes 25 steps, at IF 1 50. Divided by 50, the momentum counts half: the step
+    # 0.1 g + 0.9 Delta / 2 is (0.55 g + 0.45 Delta') / 5.5 with Delta' = 5.5 Delta, FedCM's of alpha
+    # 0.55 at the 5.5th part of the rate, and 5.5 times the decay and the bound of clipping.
+    cell "fedcm if0.1" fedwcm/table3 fedcm "if0.1 beta0.6"
+    try "half the momentum" --set "method=fedcm(alpha=0.55)" --set local.lr=0.018181818 \
+        --set local.weight_decay=0.0055 --set local.clip=55.0
 }
 
 [[ $# -gt 0 ]] || set -- feddyn feddf
