@@ -308,30 +308,39 @@ def _multiplied(
     (clients, batch, channels, height, width), outputs = x.shape, w.shape[1]
     apart = stride if back else 1
     positions = batch * -(-size[0] // apart) * -(-size[1] // apart)  # of pixels that lie so apart
-    block_n = min(128, max(16, triton.next_power_of_2(outputs)))
-    block_k = 32 if channels % 32 == 0 or channels < 3 else 16
-    if x.dtype.itemsize == 2 and channels % 64 == 0:
-        block_k = 64
-    tiles = triton.cdiv(outputs, block_n)
-    others = tiles * clients * apart**2
-    # Programs run in waves as wide as the GPU: take the blocks whose waves come to fewer rows.
-    block_m = min((128, 64), key=lambda rows: rows * _waves(positions, rows, others))
+    (*blocks, warps, stages) = _blocks(positions, outputs, channels, clients * apart**2, halves(x))
+    tiles = triton.cdiv(positions, blocks[0]) * triton.cdiv(outputs, blocks[1])
     y = x.new_empty(clients, batch, *size, outputs)
-    _product[(triton.cdiv(positions, block_m) * tiles, clients, apart**2)](
+    _product[(tiles, clients, apart**2)](
         *(x, w, x if bias is None else bias.contiguous(), y),
         *(x.stride(0), x.stride(1), x.stride(3), x.stride(4), x.stride(2)),
         *(w.stride(1), w.stride(3), w.stride(4)),
         *(batch, outputs, channels, height, width, *size, *w.shape[2:4], stride, padding),
-        *(back, bias is not None, block_m, block_n, block_k),
-        num_warps=4,
-        num_stages=3 if block_m == 128 else 4,
+        *(back, bias is not None, *blocks),
+        num_warps=warps,
+        num_stages=stages,
     )
     return y.permute(0, 1, 4, 2, 3)
 
 
-def _waves(positions: int, rows: int, others: int) -> int:
-    """Return how often the GPU is filled by blocks of so many positions, for each of the others."""
-    return -(-(-(-positions // rows) * others) // _PROGRAMS)
+def _blocks(
+    positions: int, outputs: int, channels: int, products: int, halves: bool
+) -> tuple[int, int, int, int, int]:
+    """Return how many positions, outputs and channels a program takes at once, its warps, and how
+    many steps ahead it loads, where so many products are taken side by side.
+    """
+    block_n = min(128, max(16, triton.next_power_of_2(outputs)))
+    block_k = 32 if channels % 32 == 0 or channels < 3 else 16
+    if halves and channels % 64 == 0:
+        block_k = 64
+    others = triton.cdiv(outputs, block_n) * products
+
+    def rows_in_turn(rows: int) -> int:
+        return rows * triton.cdiv(triton.cdiv(positions, rows) * others, _PROGRAMS)
+
+    # Programs run in waves as wide as the GPU: take the blocks whose waves come to fewer rows.
+    block_m = min((128, 64), key=rows_in_turn)
+    return block_m, block_n, block_k, 4, 3 if block_m == 128 else 4
 
 
 def weight_gradients(
