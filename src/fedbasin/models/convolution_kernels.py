@@ -336,7 +336,7 @@ def _blocks(
     others = triton.cdiv(outputs, block_n) * products
 
     def rows_in_turn(rows: int) -> int:
-        return rows * triton.cdiv(triton.cdiv(positions, rows) * others, _PROGRAMS)
+        return rows * int(triton.cdiv(triton.cdiv(positions, rows) * others, _PROGRAMS))
 
     # Programs run in waves as wide as the GPU: take the blocks whose waves come to fewer rows.
     block_m = min((128, 64), key=rows_in_turn)
