@@ -25,7 +25,8 @@ class KeptMomentum(LocalRule):
     """Step along m <- beta m + g + decay v, with m kept from the client's last round.
 
     It is torch's SGD where the optimiser lives through the run; `local.momentum`, which starts at
-    zero in every round, stays 0 beside it, and so does `local.weight_decay`.
+    zero in every round, stays 0 beside it, and so does `local.weight_decay`. FedNova, FedCM and
+    FedWCM divide updates by plain steps and do not know of it.
 
     Args:
         beta: share of the last direction that is kept, in [0, 1).
