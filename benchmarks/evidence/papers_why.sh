@@ -2,7 +2,7 @@
 # The runs behind findings of the papers' tables: one cell, with something changed.
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
-#                                                          tuned, shifted, precision, steps
+#                                                          tuned, shifted, precision, steps, slow
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -93,6 +93,13 @@ steps() { # FedWCM's Table 3: does FedCM fall by a momentum that is divided by t
     cell "fedcm if0.1" fedwcm/table3 fedcm "if0.1 beta0.6"
     try "half the momentum" --set "method=fedcm(alpha=0.55)" --set local.lr=0.018181818 \
         --set local.weight_decay=0.0055 --set local.clip=55.0
+}
+
+slow() { # FedCDA's Table 1: is SGD's momentum of 1e-4 a misprint?
+    for method in fedavg fedcda; do
+        cell "$method dir0.5" fedcda/table1 "$method" "fmnist dir0.5"
+        try "momentum 0.9" --set local.momentum=0.9
+    done
 }
 
 [[ $# -gt 0 ]] || set -- feddyn feddf
