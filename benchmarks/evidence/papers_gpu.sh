@@ -85,8 +85,9 @@ wcm() { # ResNet-18: 60 (IF 0.01) to 200 (IF 1) a full-length cell, and 75 or mo
 }
 
 cda() { # Fashion-MNIST: 50 a cell where 12 share the GPU
-    run fedcda/table1 --rows "fedavg,fedcda" --columns "fmnist *" --seeds 0,1                # 1250
-    run fedcda/table1 --columns "fmnist *" --seeds 0                                         # 2800
+    run fedcda/table1 --rows "fedavg,fedcda,fedcda newest" --columns "fmnist *" --seeds 0    # 900
+    run fedcda/table1 --rows "fedavg,fedcda" --columns "fmnist *" --seeds 1                  # 600
+    run fedcda/table1 --columns "fmnist *" --seeds 0                                         # 2200
 }
 
 more() { # the same with further seeds
