@@ -15,7 +15,8 @@
 # ten runs of papers_why.sh and two of IMA's CNN.
 # Seconds in brackets are estimates for one H200 and one job, from 0.2 ms a client-step of a CNN,
 # 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 0.8 ms of ResNet-18 in bf16; compiling comes on top. Rounds
-# of few clients leave a GPU idle: give them more jobs (cda's first 12 cells took 620 s with 12).
+# of few clients leave a GPU idle: give them more jobs (12 cells of cda took 620 s side by side, with
+# two of law beside them).
 # Afterwards, to keep the lines and renew the page:
 #
 #   for p in ima fedlaw wima fedcda fedwcm; do

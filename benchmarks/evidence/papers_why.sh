@@ -2,7 +2,8 @@
 # The runs behind findings of the papers' tables: one cell, with something changed.
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
-#                                                          tuned, shifted, precision, steps, slow
+#                                                          tuned, shifted, precision, steps, slow,
+#                                                          norm
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -93,6 +94,14 @@ steps() { # FedWCM's Table 3: does FedCM fall by a momentum that is divided by t
     cell "fedcm if0.1" fedwcm/table3 fedcm "if0.1 beta0.6"
     try "half the momentum" --set "method=fedcm(alpha=0.55)" --set local.lr=0.018181818 \
         --set local.weight_decay=0.0055 --set local.clip=55.0
+}
+
+norm() { # does FedCM fall where clients normalise by batches? In small, for a CPU: 12 s a round
+    for method in fedavg fedcm; do
+        cell "$method if0.1" fedwcm/table3 "$method" "if0.1 beta0.6"
+        try "resnet8, batch norm" --rounds 80 --set "model=resnet8(norm='batch')" \
+            --set sim.precision=fp32
+    done
 }
 
 slow() { # FedCDA's Table 1: is SGD's momentum of 1e-4 a misprint?

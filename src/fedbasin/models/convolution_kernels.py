@@ -304,7 +304,8 @@ def _multiplied(
     back: bool,
 ) -> Tensor:
     """Launch `_product` on weights [A, N, K, L, C], of which single floats lie just so."""
-    x, w = channels_inside(x), w if halves(w) else w.contiguous()
+    x = x if x.shape[2] < FEW else channels_inside(x)
+    w = w if halves(w) else w.contiguous()
     (clients, batch, channels, height, width), outputs = x.shape, w.shape[1]
     apart = stride if back else 1
     positions = batch * -(-size[0] // apart) * -(-size[1] // apart)  # of pixels that lie so apart
@@ -350,8 +351,8 @@ def weight_gradients(
     if not halves(x):
         x = (F.pad(x, (padding,) * 4) if padding else x).contiguous()  # a pad of 0 is a copy
         return _summed(_outer, dy.transpose(1, 2).contiguous(), x, window, (stride,))
-    dy, x = (t.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3) for t in (dy, x))
-    return _summed(_outer_inside, dy.transpose(1, 2), x, window, (stride, padding))
+    by_output = channels_inside(dy).transpose(1, 2)
+    return _summed(_outer_inside, by_output, channels_inside(x), window, (stride, padding))
 
 
 def _summed(
@@ -382,8 +383,5 @@ def _summed(
 
 
 def channels_inside(x: Tensor) -> Tensor:
-    """Return images [A, B, C, H, W] with channels innermost in memory, unless there are few."""
-    inside = x.permute(0, 1, 3, 4, 2)
-    if x.shape[2] < FEW or inside.is_contiguous():
-        return x
-    return inside.contiguous().permute(0, 1, 4, 2, 3)
+    """Return images [A, B, C, H, W] with channels innermost in memory."""
+    return x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
