@@ -36,7 +36,10 @@ def numpy_fedcm(world, rounds, method, sgd, mu=0.0):
                 v = v - lr * speed
             ends.append(v)
             sizes.append(world.sizes[client] if method.weighting == "samples" else 1)
-            paces.append((server - v) / (lr * length(len(raw), sgd.momentum)))
+            taken = length(len(raw), sgd.momentum)
+            if method.counted == "rows":
+                taken *= world.sizes[client] * 2 / 4 / len(raw)  # 2 epochs, batches of 4
+            paces.append((server - v) / (lr * taken))
             grads.append(np.mean(raw, axis=0))
         before = m
         m = np.average(paces, axis=0, weights=sizes)
@@ -50,7 +53,11 @@ def rounds_of(federation):
 
 @pytest.mark.parametrize("sgd", [SGD(), SGD(0.5, 0.01)])
 @pytest.mark.parametrize(
-    "method", [FedCM(), FedCM(0.4, 0.7, "samples"), FedCM(0.05), FedCM(1.0, weighting="samples")]
+    "method",
+    [
+        *(FedCM(), FedCM(0.4, 0.7, "samples"), FedCM(0.05), FedCM(1.0, weighting="samples")),
+        *(FedCM(counted="rows"), FedCM(0.4, 0.7, "samples", counted="rows")),
+    ],
 )
 def test_fedcm_equals_a_plain_numpy_loop(method, sgd):
     federation = linear_federation(method, rounds=6, sgd=sgd)
@@ -73,6 +80,33 @@ def test_the_momentum_is_a_moving_average_of_gradients_whatever_steps_clients_ta
         np.testing.assert_allclose(after.state.momentum.numpy(), expected, rtol=1e-8, atol=1e-11)
         ratios.append(record.notes["steps_ratio"])
     assert max(ratios) > 1, "the cohorts must have unequal steps for this to say something"
+
+
+def test_counted_by_rows_the_momentum_grows_without_bound_where_batches_are_not_full():
+    """6 clients of 5 rows in batches of 4: 2 steps an epoch count as 1.25, A (1 - alpha) = 1.44."""
+    norms = {}
+    for counted in ("steps", "rows"):
+        federation = linear_federation(FedCM(counted=counted), rounds=30)
+        population = federation.executor.population
+        shards = [np.arange(5 * i, 5 * i + 5) for i in range(6)]
+        population = type(population).of(
+            population.inputs.numpy(), population.labels.numpy(), shards
+        )
+        federation = replace(
+            federation,
+            executor=replace(federation.executor, population=population),
+            eligible=np.arange(6),
+            schedule=lambda t: Plan(1e-9, 2),  # steps too small to move
+        )
+        norms[counted] = [r.notes["momentum_norm"] for _, r in rounds_of(federation)]
+    assert max(norms["steps"]) < 2
+    growth = norms["rows"][-1] / norms["rows"][-2]
+    assert growth == pytest.approx(1.6 * 0.9, rel=1e-2)
+
+
+def test_counted_by_rows_says_what_it_needs():
+    with pytest.raises(ValueError, match=r"counted=.rows. needs local\.epochs and local\.batch"):
+        list(rounds_of(full_batch(FedCM(counted="rows"), Plan(0.5, None, 1), 1)))
 
 
 def full_batch(method, plan, rounds, sgd=None):

@@ -75,10 +75,13 @@ def numpy_fedwcm(world, counts, rounds, method):
                 raw.append(world.gradient(v, inputs, labels))
                 v = v - rate * (alpha * raw[-1] + (1 - alpha) * delta)
             moved.append(server - v)
-            steps.append(even if method.unequal else len(batches))
+            counted = world.sizes[client] * 2 / 4 if method.counted == "rows" else len(batches)
+            steps.append(even if method.unequal else counted)
             grads.append(np.mean(raw, axis=0))
         w = numpy_weights(method, scores, imbalance, cohort, world.sizes)
-        average = alpha * (w @ np.array(grads)) + (1 - alpha) * delta
+        too_long = np.array([len(list(world.steps(t, c))) for c in cohort]) / steps
+        weights = w if method.unequal else w * too_long  # all 1 but where steps count by rows
+        average = alpha * (weights @ np.array(grads)) + weights.sum() * (1 - alpha) * delta
         delta = sum(wk * m / (lr * k) for wk, m, k in zip(w, moved, steps, strict=True))
         server = server - method.server_lr * (w @ np.array(moved))
         used, alpha = alpha, numpy_alpha(method, counts, scores, imbalance, cohort, w)
@@ -92,6 +95,7 @@ VARIANTS = [
     FedWCM(unequal=True),
     FedWCM(momentum="scores", unequal=True, tau=0.01, alpha=0.2, alpha_max=0.25, kappa=9.0),
     FedWCM(momentum="fixed", alpha=0.5, score="tv"),
+    FedWCM(counted="rows"),
 ]
 
 
@@ -113,6 +117,11 @@ def test_fedwcm_equals_a_plain_numpy_loop_and_its_momentum_is_a_moving_average(m
         assert record.notes["effective_clients"] == pytest.approx(1 / (w**2).sum())
         assert record.notes["momentum_norm"] == pytest.approx(np.linalg.norm(delta))
         assert record.notes["imbalance"] == pytest.approx(numpy_scores(counts, "tv")[1])
+
+
+def test_fedwcm_x_does_not_count_by_rows():
+    with pytest.raises(ValueError, match="unequal=True evens out steps"):
+        FedWCM(unequal=True, counted="rows")
 
 
 def with_counts(method, counts, **settings):

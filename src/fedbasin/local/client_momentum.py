@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedbasin.core.method import Replies
+from fedbasin.core.method import Context, Replies
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Gradient, LocalRule, Setting, Start
 from fedbasin.core.vectors import weighted_mean
+
+Counted = Literal["steps", "rows"]  # what a displacement is divided by
 
 
 class SharedMomentum(NamedTuple):
@@ -78,8 +80,19 @@ def frozen_momentum(setting: Setting) -> Iterator[str]:
         )
 
 
+def steps_by_rows(replies: Replies, context: Context) -> Tensor:
+    """Return the steps [C] of whole batches that a client's rows make, E n_i / B.
+
+    Where the last batch of an epoch is not full they are fewer than the steps taken, K_i, and M+
+    comes out K_i B / (E n_i) times too long: above 1 / (1 - alpha), M grows without bound.
+    """
+    if context.plan is None or context.plan.epochs is None or context.batch < 1:
+        raise ValueError("counted='rows' needs local.epochs and local.batch: write counted='steps'")
+    return context.plan.epochs * replies.weights / context.batch
+
+
 def mean_direction(
-    replies: Replies, share: Tensor, server: Tensor, steps: float | None = None
+    replies: Replies, share: Tensor, server: Tensor, steps: float | Tensor | None = None
 ) -> Tensor:
     """Return M+ [P], the mean direction of a cohort's steps, from how far its models moved.
 
@@ -91,7 +104,7 @@ def mean_direction(
         replies: the trained models, y_i.
         share: [C] the weights w_i.
         server: [P] where the cohort started, x.
-        steps: Khat where it was broadcast.
+        steps: Khat where it was broadcast, or what else stands for K_i, see `steps_by_rows`.
     """
     length = replies.lr_sum * replies.lengths / replies.steps  # eta a_i
     if steps is not None:

@@ -11,7 +11,9 @@ the learning rate of the round that made it and by the client's own number of st
 What to watch. A client with more steps adds M more often, so under unequal data the clients with
 most rows move with the momentum and the others hardly do (`steps_ratio` in the record; FedWCM-X
 evens it out). Weight decay is not mixed by alpha but enters M, so its pull settles at 1/alpha times
-the configured one (docs/methods/fedwcm.md measures it). |M| is in the record.
+the configured one (docs/methods/fedwcm.md measures it). |M| is in the record. FL-Simulator, on
+which many papers build, divides by E n_i / B (epochs, rows, batch) instead of K_i (`counted`): with
+a last batch that is not full M+ = A (alpha gbar + (1 - alpha) M), A = K_i B / (E n_i) > 1.
 
 Departures from the paper: it writes w+ = w - eta_g' M+, ours with eta_g' = eta K; K_i counts as
 FedNova's a_i under local SGD momentum, where d_i / (eta K_i) would grow without bound.
@@ -33,8 +35,10 @@ from fedbasin.core.rule import LocalRule, Rules, Setting
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.client_momentum import (
     ClientMomentum,
+    Counted,
     SharedMomentum,
     mean_direction,
+    steps_by_rows,
     unequal_steps,
 )
 
@@ -68,12 +72,15 @@ class FedCM(Method):
         alpha: the gradient's share in a step; 1 is FedAvg, smaller remembers longer.
         server_lr: eta_g, the server's step along the mean update.
         weighting: p_i by ``"uniform"`` (the paper) or ``"samples"``.
+        counted: K_i by the ``"steps"`` a client took, or by its ``"rows"`` as FL-Simulator has it,
+            under which M may grow without bound where batches are not full.
         local: further rules for the clients; those that perturb (SAM) act inside the mixture.
     """
 
     alpha: float = 0.1
     server_lr: float = 1.0
     weighting: Weighting = "uniform"
+    counted: Counted = "steps"
     local: Rules = ()
 
     def __post_init__(self) -> None:
@@ -106,7 +113,8 @@ class FedCM(Method):
         share = shares(replies.weights, self.weighting)
         mean = weighted_mean(replies.models, share)
         model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
-        momentum = mean_direction(replies, share, server)
+        by_rows = steps_by_rows(replies, context) if self.counted == "rows" else None
+        momentum = mean_direction(replies, share, server, by_rows)
         counted = replies.steps[replies.weights > 0]
         notes = FedCMNotes(momentum.norm(), counted.max() / counted.min().clamp(min=1))
         return Served(send=model, score=model, notes=notes), FedCMState(momentum)

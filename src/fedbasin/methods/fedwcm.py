@@ -48,7 +48,13 @@ from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.batches import count_steps
-from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, mean_direction
+from fedbasin.local.client_momentum import (
+    ClientMomentum,
+    Counted,
+    SharedMomentum,
+    mean_direction,
+    steps_by_rows,
+)
 
 _TINY = 1e-12
 _RAREST = 10.0  # a class counts as at most this many times rarer than in balanced data
@@ -168,6 +174,8 @@ class FedWCM(Method):
         alpha_max: the most that alpha becomes.
         kappa: the strength of ``momentum="scores"``.
         unequal: FedWCM-X, for clients with unlike amounts of data.
+        counted: B_k by the ``"steps"`` a client took, or by its ``"rows"`` as FL-Simulator has it
+            (see FedCM); not for FedWCM-X.
         server_lr: eta_g, the server's step along the mean update.
         local: further rules for the clients.
     """
@@ -180,6 +188,7 @@ class FedWCM(Method):
     alpha_max: float = 0.9
     kappa: float = 0.3
     unequal: bool = False
+    counted: Counted = "steps"
     server_lr: float = 1.0
     local: Rules = ()
 
@@ -190,6 +199,8 @@ class FedWCM(Method):
         for name in ("tau", "kappa", "server_lr"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.unequal and self.counted == "rows":
+            raise ValueError("unequal=True evens out steps: write counted='steps', got 'rows'")
 
     @property
     def weighting(self) -> Weighting:
@@ -223,7 +234,9 @@ class FedWCM(Method):
         share = torch.softmax(scores[replies.clients] / heat + before.log(), 0)
         mean = weighted_mean(replies.models, share)
         model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
-        steps = _even_steps(context) if self.unequal else None
+        steps: float | Tensor | None = _even_steps(context) if self.unequal else None
+        if self.counted == "rows":
+            steps = steps_by_rows(replies, context)
         delta = mean_direction(replies, share, server, steps)
         cohort = Cohort(found, scores, replies.clients, share, shares(replies.weights, "uniform"))
         alpha = MOMENTA[self.momentum](self, cohort)
