@@ -204,3 +204,44 @@ def test_a_compiled_step_takes_the_convolution_s_gradient_for_any_number_of_clie
         args = ((w[:clients], bias[:clients]), (x[:clients],), scale)
         torch.testing.assert_close(compiled(*args)[0], step(*args)[0], rtol=1e-12, atol=1e-12)
     assert compiled.count == 2
+
+
+WINDOWS = [
+    (window, stride, padding, size)
+    for window in (1, 2, 3, 4, (3, 2))
+    for stride in (1, 2, 3)
+    for padding in (0, 1, 2)
+    for size in (1, 2, 3, (1, 2), (4, 1))
+    if all(s + 2 * padding >= w for s, w in zip(pair(size), pair(window), strict=True))
+]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, (3, 2)], ids=str)
+def test_taps_that_see_no_pixel_are_left_out_and_change_nothing(counted, monkeypatch, window):
+    taps = []
+    whole = Convolution.apply
+    monkeypatch.setattr(
+        Convolution, "apply", lambda x, w, *rest: taps.append(w.shape[2:]) or whole(x, w, *rest)
+    )
+    for _, stride, padding, size in (each for each in WINDOWS if each[0] == window):
+        x, w, bias, dy = problem((3, 4, window, stride, padding, size, 2, 2), torch.float32)
+        layer = Conv2d(3, 4, window, stride, padding)
+
+        def run(w, b, x, layer=layer):
+            return torch.func.functional_call(layer, {"weight": w, "bias": b}, (x,))
+
+        ours, back = torch.func.vjp(torch.func.vmap(run), w, bias, x)
+        y, dx, dw = one_by_one(x, w, bias, dy, stride, padding)
+        for mine, theirs in zip((ours, *back(dy)), (y, dw, dy.sum((1, 3, 4)), dx), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        if (window, stride, padding) == (3, 1, 1):
+            assert taps[-1] == {1: (1, 1), 2: (3, 3), 3: (3, 3)}.get(size, (3, 3))
+        if (window, stride, padding, size) == (3, 2, 1, 2):
+            assert taps[-1] == (2, 2)
+
+
+def test_a_window_that_torch_pads_by_name_is_left_to_it(counted):
+    layer = Conv2d(3, 4, 3, padding="same")
+    x = torch.ones(2, 3, 5, 5)
+    torch.testing.assert_close(layer(x), F.conv2d(x, layer.weight, layer.bias, padding="same"))
+    assert not counted

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
@@ -10,12 +11,14 @@ from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.data.transform import Transform
 from fedbasin.local import SGD, Trainer
+from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum
 from fedbasin.models import convolution
 from fedbasin.models.convolution import Convolution
 from fedbasin.models.normalisation import Normalisation
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import CohortExecutor
+from fedbasin.sim.lane import Lane, in_place, repeated
 from fedbasin.sim.loop import Sent
 
 KEY = root(7)
@@ -79,3 +82,33 @@ def test_in_halves_it_is_no_further_off_than_a_loop_in_halves(calls, compiled):
     of_loop = distance(update_of(LoopExecutor, mixed=True), exact)
     assert distance(update_of(cohort(compiled), mixed=True), exact) < 2 * of_loop
     assert {*calls} == {Convolution, Normalisation}
+
+
+def copies_of_a_step(rules, shared):
+    """How many tensors a step in place writes over, once traced."""
+    with torch_draws_from(KEY):
+        net = Net(parse("mlp(widths=(5,))", "model")((1, 4, 4), 3))
+    transform = Transform((0.5,), (0.25,), augment=False, kind="image")
+    inputs, labels = np.zeros((8, 1, 4, 4), dtype=np.uint8), np.zeros(8, dtype=np.int64)
+    people = Population.of(inputs, labels, [np.arange(4), np.arange(4, 8)], "cpu")
+    executor = CohortExecutor(Trainer(net, rules, SGD(), 4, transform, 3), people, KEY)
+    seen = []
+
+    def looked_at(progress, course, *data):
+        graph = make_fx(in_place(executor._one_step))(progress, course, *data)
+        seen.append(sum(node.target is torch.ops.aten.copy_.default for node in graph.graph.nodes))
+        return progress
+
+    executor._lanes[2, 1] = Lane(repeated(looked_at), repeated(looked_at), people)
+    vector, buffers = net.initial()
+    everyone = np.arange(2)
+    sent = Sent(vector, buffers, tuple(each(vector) for each in shared), 0)
+    executor.train(everyone, sent, Plan(0.05, 1), ClientStates(rules, vector))
+    return seen[0]
+
+
+def test_what_a_rule_carries_unchanged_is_not_written_in_every_step():
+    plain = copies_of_a_step((), ())
+    momentum = lambda vector: SharedMomentum(vector, vector.new_tensor(0.1))  # noqa: E731
+    assert copies_of_a_step((ClientMomentum(),), (momentum,)) == plain
+    assert plain >= 2, "models and sums are written"

@@ -379,6 +379,8 @@ def _where(active: Tensor, new: Point, old: Point) -> Point:
     """Keep the old rows of clients that have no step left."""
 
     def choose(after: Tensor, before: Tensor) -> Tensor:
+        if after is before:  # what a rule carries along and does not change
+            return before
         return torch.where(active.view(-1, *(1,) * (before.dim() - 1)), after, before)
 
     kept: Point = tree_map(choose, new, old)

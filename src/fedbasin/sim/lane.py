@@ -143,7 +143,8 @@ def in_place(one_step: Callable[..., Progress]) -> Callable[..., None]:
     def advance(progress: Progress, course: Course, *data: Tensor) -> None:
         after = one_step(progress, course, *data)
         for old, new in zip(tree_leaves(progress), tree_leaves(after), strict=True):
-            old.copy_(new)
+            if new is not old:
+                old.copy_(new)
 
     return advance
 
