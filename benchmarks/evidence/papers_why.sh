@@ -2,8 +2,7 @@
 # The runs behind findings of the papers' tables: one cell, with something changed.
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
-#                                                          tuned, shifted, precision, steps, slow,
-#                                                          norm
+#                                                          tuned, shifted, precision, slow
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -80,28 +79,9 @@ shifted() { # the same table: is FedDyn scored at the model it sends, and weight
 local=kept_momentum(decay=0.0005))"
 }
 
-precision() { # what bf16 changes: the same cells in tf32
+precision() { # what bf16 changes: the same cell in tf32
     cell "fedavg shards2" fedcda/table1 fedavg "fmnist shards2"
     try "tf32" --set sim.precision=tf32
-    cell "fedavg if0.01" fedwcm/table3 fedavg "if0.01 beta0.1"
-    try "tf32" --set sim.precision=tf32
-}
-
-steps() { # FedWCM's Table 3: does FedCM fall by a momentum that is divided by too many steps?
-    # At IF 0.1 a client takes 25 steps, at IF 1 50. Divided by 50, the momentum counts half: the step
-    # 0.1 g + 0.9 Delta / 2 is (0.55 g + 0.45 Delta') / 5.5 with Delta' = 5.5 Delta, FedCM's of alpha
-    # 0.55 at the 5.5th part of the rate, and 5.5 times the decay and the bound of clipping.
-    cell "fedcm if0.1" fedwcm/table3 fedcm "if0.1 beta0.6"
-    try "half the momentum" --set "method=fedcm(alpha=0.55)" --set local.lr=0.018181818 \
-        --set local.weight_decay=0.0055 --set local.clip=55.0
-}
-
-norm() { # does FedCM fall where clients normalise by batches? In small, for a CPU: 12 s a round
-    for method in fedavg fedcm; do
-        cell "$method if0.1" fedwcm/table3 "$method" "if0.1 beta0.6"
-        try "resnet8, batch norm" --rounds 80 --set "model=resnet8(norm='batch')" \
-            --set sim.precision=fp32
-    done
 }
 
 slow() { # FedCDA's Table 1: is SGD's momentum of 1e-4 a misprint?
