@@ -2,7 +2,8 @@
 # The runs behind findings of the papers' tables: one cell, with something changed.
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
-#                                                          tuned, shifted, precision, slow
+#                                                          tuned, shifted, precision, slow,
+#                                                          refilled
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -88,6 +89,13 @@ slow() { # FedCDA's Table 1: is SGD's momentum of 1e-4 a misprint?
     for method in fedavg fedcda; do
         cell "$method dir0.5" fedcda/table1 "$method" "fmnist dir0.5"
         try "momentum 0.9" --set local.momentum=0.9
+    done
+}
+
+refilled() { # FedWCM's Table 3: are classes that run out put back where clients hold few of them?
+    for imbalance in 1 0.1 0.01; do
+        cell "fedavg if$imbalance" fedwcm/table3 fedavg "if$imbalance beta0.1"
+        try "refilled" --set "partition.how=client_dirichlet(alpha=0.1, refill=True)"
     done
 }
 

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -125,6 +127,10 @@ def test_what_is_thinned_dropped_and_empty_is_said(toy_data, tmp_path):
     empty = run("toy", "iid", "--clients", 1000, "--out", tmp_path)
     assert "300 of 300 rows held, 700 clients without rows" in empty.output
     assert "nan" not in empty.output
+    refilled = "client_dirichlet(alpha=0.1, refill=True)"
+    again = run("toy", refilled, "--clients", 20, "--imbalance", 0.1, "--out", tmp_path)
+    found = re.search(r"(\d+) of 300 rows held, (\d+) held again", again.output)
+    assert sum(map(int, found.groups())) == 140 and int(found[1]) < 140
 
 
 def test_groups_reach_the_partition(toy_data, tmp_path):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbasin.partition.deal import deal, fill_up, listed, missing, take
+from fedbasin.partition.deal import deal, deal_again, fill_up, listed, missing, take
 
 
 @settings(max_examples=30, deadline=None)
@@ -20,6 +20,22 @@ def test_deal_gives_what_the_table_says(clients, classes, seed):
     assert labels[rows].tolist() == wanted  # client by client, class by class
     assert len(set(rows.tolist())) == len(rows)
     assert deal(labels, counts, rng).counts(labels, classes).tolist() == counts.tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 9999))
+def test_dealt_again_every_row_of_a_class_goes_round_before_one_comes_back(clients, classes, seed):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 9, (clients, classes)) + np.eye(clients, classes, dtype=np.int64)
+    labels = rng.permutation(np.repeat(np.arange(classes), rng.integers(1, 4, classes)))
+    split = deal_again(labels, counts, rng)
+    assert split.counts(labels, classes).tolist() == counts.tolist()
+    assert all((np.diff(part) >= 0).all() for part in split.clients)
+    times = np.bincount(split.order, minlength=len(labels))
+    for label in range(classes):
+        used = times[labels == label]
+        assert used.max() - used.min() <= 1
+    assert split.hold_out(0.5, rng).again
 
 
 def test_every_row_of_a_class_is_equally_likely():

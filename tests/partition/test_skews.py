@@ -395,3 +395,28 @@ def test_domain_skew_refuses_what_does_not_fit():
         domain_skew(pool, 4, seeded(), alpha=0.1, labels=2)
     with pytest.raises(ValueError, match="groups is None: domain_skew needs"):
         domain_skew(CIFAR10, 4, seeded())
+
+
+def test_refilled_clients_keep_to_their_priors_and_a_long_tail_is_lost():
+    labels = np.repeat(np.arange(10), [1000, 600, 400, 300, 200, 150, 100, 80, 60, 50])
+    pool, how = Pool(labels, 10), {"alpha": 0.1}
+    plain = client_dirichlet(pool, 100, np.random.default_rng(0), **how)
+    refilled = client_dirichlet(pool, 100, np.random.default_rng(0), **how, refill=True)
+    assert set(plain.sizes()) == set(refilled.sizes()) == {29}
+    counts = refilled.counts(labels, 10)
+    priors = np.random.default_rng(0).dirichlet(np.full(10, 0.1), size=100)
+    assert np.abs(counts / 29 - priors).max() < 0.45  # 29 draws: at most five deviations away
+    assert np.abs(counts - 29 * priors).mean() < 1
+    totals = counts.sum(axis=0)
+    assert totals.min() > 150 and totals.max() < 500  # about 290 each, of 50 to 1000 rows
+    assert plain.counts(labels, 10).sum(axis=0)[-1] <= 50
+    assert np.bincount(refilled.order)[labels == 9].min() >= 3
+    with pytest.raises(ValueError, match="refill is True with alpha = 0"):
+        client_dirichlet(pool, 100, np.random.default_rng(0), alpha=0, refill=True)
+
+
+def test_refilling_leaves_out_a_class_without_rows():
+    pool = Pool(np.repeat([0, 2], 30), 3)
+    split = client_dirichlet(pool, 6, np.random.default_rng(0), alpha=1.0, refill=True)
+    assert split.counts(pool.labels, 3).sum(axis=0)[1] == 0
+    assert set(split.sizes()) == {10}

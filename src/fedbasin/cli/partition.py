@@ -16,7 +16,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import write_atomically
 from fedbasin.data import load
-from fedbasin.partition import Pool, longtail
+from fedbasin.partition import Partition, Pool, longtail
 from fedbasin.partition.measures import classes_held, distance_from_global, effective_classes
 from fedbasin.partition.pool import Ints
 from fedbasin.report.partition_figure import partition_figure
@@ -61,7 +61,7 @@ def partition(
         console.print(_listing(counts, dataset.classes, title, console.width))
     else:
         console.print(_summary(counts, title))
-    console.print(_totals(counts, pool.rows, rows), highlight=False)
+    console.print(_totals(shared, counts, rows), highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     table = out / "partition.csv"
     write_atomically(table, Holdings(dataset.classes, counts).to_csv())
@@ -112,9 +112,11 @@ def _table(title: str, columns: list[str]) -> Table:
     return table
 
 
-def _totals(counts: Ints, pooled: int, rows: int) -> str:
-    held, empty = int(counts.sum()), int((counts.sum(axis=1) == 0).sum())
+def _totals(shared: Partition, counts: Ints, rows: int) -> str:
+    dealt, empty = int(counts.sum()), int((counts.sum(axis=1) == 0).sum())
+    held, pooled = len(np.unique(shared.order)), shared.rows
     parts = [f"{held:,} of {rows:,} rows held"]
+    parts += [f"{dealt - held:,} held again"] if held < dealt else []
     parts += [f"{rows - pooled:,} thinned out"] if pooled < rows else []
     parts += [f"{pooled - held:,} dropped by the split"] if held < pooled else []
     parts += [f"{empty:,} clients without rows"] if empty else []

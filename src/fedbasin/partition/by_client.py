@@ -5,28 +5,32 @@ from __future__ import annotations
 import numpy as np
 
 from fedbasin.core.catalogue import entry
-from fedbasin.partition.deal import deal, take
+from fedbasin.partition.deal import deal, deal_again, take
 from fedbasin.partition.pool import Ints, Partition, Pool, even, positive, whole
 
 
 @entry("partition", paper="Hsu et al., 2019", url="https://arxiv.org/abs/1909.06335")
 def client_dirichlet(
-    pool: Pool, clients: int, rng: np.random.Generator, *, alpha: float
+    pool: Pool, clients: int, rng: np.random.Generator, *, alpha: float, refill: bool = False
 ) -> Partition:
     """Give every client the same number of rows, drawn by a class prior of its own.
 
     Client k draws q_k ~ Dir(alpha * 1_C) and takes floor(n / N) rows by it without putting any
     back; the n mod N rows left over are dropped. An exhausted class gets probability 0 (it is
-    never refilled, so a long tail stays one); `deal.take` states the rule. With alpha = 0 every
+    not refilled, so a long tail stays one); `deal.take` states the rule. With alpha = 0 every
     client holds one class: classes get owners in proportion to their rows (largest remainders)
     and are cut evenly among them, at most floor(n / N) rows each; all sizes are equal where
     classes are and C divides N.
 
     Args:
         alpha: concentration; 0 for one class a client, large for the overall mix.
+        refill: put an exhausted class back, as FL-Simulator does: clients keep to their priors,
+            rows are held more than once, and of a long tail little is left. Not with alpha = 0.
     """
     whole("clients", clients)
     positive("alpha", alpha, zero="one class a client")
+    if refill and alpha == 0:
+        raise ValueError("refill is True with alpha = 0, which runs out of nothing: leave it out")
     quota = pool.rows // clients
     if not quota:
         raise ValueError(
@@ -35,6 +39,9 @@ def client_dirichlet(
         )
     if alpha == 0:
         return deal(pool.labels, _one_class_each(pool.class_sizes, clients, quota, rng), rng)
+    if refill:
+        held = np.where(pool.class_sizes, clients * quota, 0)  # as good as endless
+        return deal_again(pool.labels, client_counts(held, clients, quota, rng, alpha), rng)
     return deal(pool.labels, client_counts(pool.class_sizes, clients, quota, rng, alpha), rng)
 
 

@@ -33,6 +33,20 @@ def deal(labels: Ints, counts: Ints, rng: np.random.Generator) -> Partition:
     return cut(listed(labels, counts, rng), counts.sum(axis=1), len(labels))
 
 
+def deal_again(labels: Ints, counts: Ints, rng: np.random.Generator) -> Partition:
+    """Deal rows as the table says; a class that runs out is put back whole and dealt once more."""
+    wanted = counts.sum(axis=0)
+    supply = np.concatenate(
+        [
+            np.resize(rng.permutation(np.flatnonzero(labels == label)), wanted[label])
+            for label in np.flatnonzero(wanted)
+        ]
+    )
+    order = supply[listed(labels[supply], counts, rng)]
+    parts = np.split(order, np.cumsum(counts.sum(axis=1))[:-1])
+    return Partition(tuple(np.sort(part) for part in parts), len(labels), again=True)
+
+
 def missing(counts: Ints, minimum: int) -> int:
     """How many rows the small clients lack to reach the minimum size."""
     return int(np.maximum(minimum - counts.sum(axis=1), 0).sum())

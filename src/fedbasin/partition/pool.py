@@ -80,17 +80,19 @@ class Partition:
     Args:
         clients: for each of the N clients the sorted int64 indices of its rows.
         rows: how many rows the pool had.
+        again: whether a row may be held more than once, where a partition deals rows anew.
     """
 
     clients: tuple[Ints, ...]
     rows: int
+    again: bool = False
 
     def __post_init__(self) -> None:
         """Refuse rows that do not exist, are held twice or stand unsorted."""
         order = self.order
         if order.size and (order.min() < 0 or order.max() >= self.rows):
             raise ValueError(f"clients holds a row outside [0, {self.rows}): check the indices")
-        if order.size and np.bincount(order).max() > 1:
+        if order.size and not self.again and np.bincount(order).max() > 1:
             twice = int(np.bincount(order).argmax())
             raise ValueError(f"clients holds row {twice} more than once: give it to one client")
         falls = np.flatnonzero(np.diff(order) < 0) + 1
@@ -117,7 +119,7 @@ class Partition:
     def hold_out(self, share: float, rng: np.random.Generator) -> Partition:
         """Return it without this share of every client's rows, drawn at random, rounded down."""
         kept = [rng.permutation(mine)[int(share * len(mine) + 1e-9) :] for mine in self.clients]
-        return Partition(tuple(np.sort(mine) for mine in kept), self.rows)
+        return Partition(tuple(np.sort(mine) for mine in kept), self.rows, self.again)
 
     def counts(self, labels: Ints, classes: int) -> Ints:
         """How many rows of each class each client holds, [N, classes]."""
