@@ -39,6 +39,9 @@ LAYERS = {  # clients, batch, channels, outputs, window, stride, padding, size
     "resnet18 b": (10, 50, 128, 128, 3, 1, 1, 16),
     "resnet18 c": (10, 50, 256, 256, 3, 1, 1, 8),
     "resnet18 d": (10, 50, 512, 512, 3, 1, 1, 4),
+    "imagenet stem": (10, 50, 3, 64, 7, 2, 3, 32),
+    "imagenet 8 x 8": (10, 50, 64, 64, 3, 1, 1, 8),
+    "imagenet 2 x 2": (10, 50, 256, 256, 3, 1, 1, 2),
     "pfl_cnn 1": (50, 10, 3, 32, 3, 1, 0, 32),
     "pfl_cnn 2": (50, 10, 32, 64, 3, 1, 0, 30),
 }

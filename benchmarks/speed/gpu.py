@@ -47,6 +47,7 @@ MODELS = {
     "cifar_cnn": (3, 32, 32),
     "resnet20": (3, 32, 32),
     "resnet18": (3, 32, 32),
+    "resnet18(stem='imagenet')": (3, 32, 32),
 }
 KEY = root(0)
 
