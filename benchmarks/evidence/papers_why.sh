@@ -94,8 +94,10 @@ slow() { # FedCDA's Table 1: is SGD's momentum of 1e-4 a misprint?
 
 refilled() { # FedWCM's Table 3: are classes that run out put back where clients hold few of them?
     for imbalance in 1 0.1 0.01; do
-        cell "fedavg if$imbalance" fedwcm/table3 fedavg "if$imbalance beta0.1"
-        try "refilled" --set "partition.how=client_dirichlet(alpha=0.1, refill=True)"
+        for method in fedavg fedwcm; do
+            cell "$method if$imbalance" fedwcm/table3 "$method" "if$imbalance beta0.1"
+            try "refilled" --set "partition.how=client_dirichlet(alpha=0.1, refill=True)"
+        done
     done
 }
 

@@ -28,6 +28,7 @@ METHODS = [
     "fedprox(mu=0.1)",
     "scaffold",
     "fedcm",
+    "fedcm(counted='rows')",
     "fedadam",
     "fedlaw",
     "wima(window=2)",
