@@ -187,9 +187,20 @@ def test_a_network_without_a_head_says_what_a_feature_method_needs():
 def test_cautions_name_what_a_paper_does_not_foresee():
     calm = Setting(momentum=0.0, weight_decay=0.0, clip=None, ragged=False, statistics=False)
     rough = Setting(momentum=0.9, weight_decay=0.0, clip=None, ragged=True, statistics=True)
-    for expression in ("scaffold", "fedcm", "wima(scaffold)", "ima(fedcm)", "swa", "fedavg"):
+    for expression in (
+        "scaffold",
+        "fedcm",
+        "fedwcm",
+        "wima(scaffold)",
+        "ima(fedcm)",
+        "swa",
+        "fedavg",
+    ):
         assert list(parse(expression, "method").cautions(calm)) == []
     assert "10 times" in next(parse("scaffold", "method").cautions(rough))
     assert "fedwcm(unequal=True)" in next(parse("fedcm", "method").cautions(rough))
+    for expression in ("fedcm(counted='rows')", "ima(fedwcm(counted='rows'))"):
+        (caution,) = parse(expression, "method").cautions(calm)
+        assert "write counted='steps'" in caution
     found = list(parse("wima(scaffold)", "method").cautions(rough))
     assert len(found) == 2 and "recalibrate" in found[1]

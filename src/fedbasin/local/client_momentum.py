@@ -71,6 +71,15 @@ def unequal_steps(setting: Setting) -> Iterator[str]:
         )
 
 
+def counted_rows(counted: Counted) -> Iterator[str]:
+    """Say what comes of counting steps by rows."""
+    if counted == "rows":
+        yield (
+            "counted='rows' lets the momentum grow without bound where an epoch's last batch is "
+            "far from full; watch note_momentum_norm, or write counted='steps'"
+        )
+
+
 def frozen_momentum(setting: Setting) -> Iterator[str]:
     """Say why a momentum of the local optimiser has no place beside a frozen one."""
     if setting.momentum:

@@ -11,9 +11,9 @@ the learning rate of the round that made it and by the client's own number of st
 What to watch. A client with more steps adds M more often, so under unequal data the clients with
 most rows move with the momentum and the others hardly do (`steps_ratio` in the record; FedWCM-X
 evens it out). Weight decay is not mixed by alpha but enters M, so its pull settles at 1/alpha times
-the configured one (docs/methods/fedwcm.md measures it). |M| is in the record. FL-Simulator, on
-which many papers build, divides by E n_i / B (epochs, rows, batch) instead of K_i (`counted`): with
-a last batch that is not full M+ = A (alpha gbar + (1 - alpha) M), A = K_i B / (E n_i) > 1.
+the configured one (docs/methods/fedwcm.md measures it). |M| is in the record. FL-Simulator
+divides by E n_i / B (epochs, rows, batch) instead of K_i (`counted`): with a last batch that is not
+full M+ = A (alpha gbar + (1 - alpha) M), A = K_i B / (E n_i) > 1.
 
 Departures from the paper: it writes w+ = w - eta_g' M+, ours with eta_g' = eta K; K_i counts as
 FedNova's a_i under local SGD momentum, where d_i / (eta K_i) would grow without bound.
@@ -37,6 +37,7 @@ from fedbasin.local.client_momentum import (
     ClientMomentum,
     Counted,
     SharedMomentum,
+    counted_rows,
     mean_direction,
     steps_by_rows,
     unequal_steps,
@@ -102,9 +103,10 @@ class FedCM(Method):
         return (SharedMomentum(state.momentum, server.new_tensor(self.alpha)),)
 
     def cautions(self, setting: Setting) -> Iterator[str]:
-        """Name unequal steps, which the method does not foresee."""
+        """Name unequal steps, which the method does not foresee, and a count by rows."""
         yield from super().cautions(setting)
         yield from unequal_steps(setting)
+        yield from counted_rows(self.counted)
 
     def aggregate(
         self, state: FedCMState, server: Tensor, replies: Replies, context: Context

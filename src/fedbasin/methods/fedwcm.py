@@ -35,7 +35,7 @@ Cost: two models down (x, Delta), one up; one model of memory and |S| x P more w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, NamedTuple
@@ -45,13 +45,14 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
-from fedbasin.core.rule import LocalRule, Rules
+from fedbasin.core.rule import LocalRule, Rules, Setting
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.batches import count_steps
 from fedbasin.local.client_momentum import (
     ClientMomentum,
     Counted,
     SharedMomentum,
+    counted_rows,
     mean_direction,
     steps_by_rows,
 )
@@ -223,6 +224,11 @@ class FedWCM(Method):
         """Send Delta and alpha beside the model, and B^ for FedWCM-X."""
         steps = server.new_tensor(_even_steps(context)) if self.unequal else None
         return (SharedMomentum(state.momentum, state.alpha.to(server.dtype), steps),)
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Name a count by rows."""
+        yield from super().cautions(setting)
+        yield from counted_rows(self.counted)
 
     def aggregate(
         self, state: FedWCMState, server: Tensor, replies: Replies, context: Context
