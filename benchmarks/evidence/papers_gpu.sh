@@ -84,7 +84,9 @@ wcm() { # ResNet-18 with ImageNet's first layers: 20 (IF 0.01) to 70 (IF 1) a fu
     run fedwcm/table3 --rows "fedavg,fedcm,fedwcm,*by rows" --columns "if0.01 *" --seeds 0   # 200
     run fedwcm/table3 --rows "fedavg,fedcm,fedwcm,*by rows" --columns "if0.1 *" --seeds 0    # 340
     run fedwcm/table3 --rows "fedavg,fedcm,fedwcm" --columns "if1 *" --seeds 0               # 400
-    run fedwcm/table3 --rows "fedavg,fedwcm" --columns "* beta0.1" --seeds 1,2               # 780
+    run fedwcm/table3 --rows "fedcm,fedcm by rows" --columns "if0.5 *" --seeds 0             # 220
+    run fedwcm/table3 --rows "fedavg,fedwcm" --columns "if1 beta0.1,if0.1 beta0.1,if0.01 beta0.1" \
+        --seeds 1,2                                                                          # 480
 }
 
 cda() { # Fashion-MNIST: 50 a cell where 12 share the GPU

@@ -3,7 +3,7 @@
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
 #                                                          tuned, shifted, precision, slow,
-#                                                          refilled
+#                                                          refilled, counted
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -99,6 +99,14 @@ refilled() { # FedWCM's Table 3: are classes that run out put back where clients
             try "refilled" --set "partition.how=client_dirichlet(alpha=0.1, refill=True)"
         done
     done
+}
+
+counted() { # FedWCM's Table 3: what if the rows are counted of the first client, who has those left over?
+    # Of 20,431 rows it holds 235 at IF 0.1: the step 0.1 g + 0.9 (25 / 23.5) Delta is that of alpha
+    # 1 - 0.9 x 25 / 23.5 at 0.1 / alpha times the rate, and alpha / 0.1 times decay and clipping.
+    cell "fedcm if0.1" fedwcm/table3 fedcm "if0.1 beta0.6"
+    try "rows of the first client" --set "method=fedcm(alpha=0.0425532)" --set local.lr=0.235 \
+        --set local.weight_decay=0.000425532 --set local.clip=4.25532
 }
 
 [[ $# -gt 0 ]] || set -- feddyn feddf
