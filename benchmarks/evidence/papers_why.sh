@@ -3,11 +3,11 @@
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
 #                                                          tuned, shifted, precision, slow,
-#                                                          refilled, counted
+#                                                          refilled, dealt, counted
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
-# feddyn, feddf and collapse fit a CPU (a minute a round or less); the others want a GPU.
+# feddyn, feddf, collapse and dealt fit a CPU (a minute a round or less); the others want a GPU.
 set -euo pipefail
 out=$1
 shift
@@ -98,6 +98,19 @@ refilled() { # FedWCM's Table 3: are classes that run out put back where clients
             cell "$method if$imbalance" fedwcm/table3 "$method" "if$imbalance beta0.1"
             try "refilled" --set "partition.how=client_dirichlet(alpha=0.1, refill=True)"
         done
+    done
+}
+
+dealt() { # the same in small, for a CPU: 12 s a round of a core at IF 0.1, twice that at IF 1
+    cell "fedavg if0.1" fedwcm/table3 fedavg "if0.1 beta0.1"
+    for split in alpha=0.1 "alpha=0.1, refill=True" alpha=0.6; do
+        try "cifar_cnn, $split" --rounds 100 --set model=cifar_cnn \
+            --set "partition.how=client_dirichlet($split)"
+    done
+    cell "fedavg if1" fedwcm/table3 fedavg "if1 beta0.1"
+    for split in alpha=0.1 "alpha=0.1, refill=True"; do
+        try "cifar_cnn, $split" --rounds 50 --set model=cifar_cnn \
+            --set "partition.how=client_dirichlet($split)"
     done
 }
 
