@@ -89,12 +89,14 @@ def frozen_momentum(setting: Setting) -> Iterator[str]:
         )
 
 
-def steps_by_rows(replies: Replies, context: Context) -> Tensor:
-    """Return the steps [C] of whole batches that a client's rows make, E n_i / B.
+def steps_counted(counted: Counted, replies: Replies, context: Context) -> Tensor | None:
+    """Return what stands for the steps K_i [C]: nothing, or whole batches of rows, E n_i / B.
 
-    Where the last batch of an epoch is not full they are fewer than the steps taken, K_i, and M+
-    comes out K_i B / (E n_i) times too long: above 1 / (1 - alpha), M grows without bound.
+    Where the last batch of an epoch is not full these are fewer than the steps taken, and M+ comes
+    out K_i B / (E n_i) times too long: above 1 / (1 - alpha), M grows without bound.
     """
+    if counted == "steps":
+        return None
     if context.plan is None or context.plan.epochs is None or context.batch < 1:
         raise ValueError("counted='rows' needs local.epochs and local.batch: write counted='steps'")
     return context.plan.epochs * replies.weights / context.batch
@@ -113,7 +115,7 @@ def mean_direction(
         replies: the trained models, y_i.
         share: [C] the weights w_i.
         server: [P] where the cohort started, x.
-        steps: Khat where it was broadcast, or what else stands for K_i, see `steps_by_rows`.
+        steps: Khat where it was broadcast, or what else stands for K_i, see `steps_counted`.
     """
     length = replies.lr_sum * replies.lengths / replies.steps  # eta a_i
     if steps is not None:

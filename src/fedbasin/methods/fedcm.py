@@ -39,7 +39,7 @@ from fedbasin.local.client_momentum import (
     SharedMomentum,
     counted_rows,
     mean_direction,
-    steps_by_rows,
+    steps_counted,
     unequal_steps,
 )
 
@@ -115,8 +115,8 @@ class FedCM(Method):
         share = shares(replies.weights, self.weighting)
         mean = weighted_mean(replies.models, share)
         model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
-        by_rows = steps_by_rows(replies, context) if self.counted == "rows" else None
-        momentum = mean_direction(replies, share, server, by_rows)
+        steps = steps_counted(self.counted, replies, context)
+        momentum = mean_direction(replies, share, server, steps)
         counted = replies.steps[replies.weights > 0]
         notes = FedCMNotes(momentum.norm(), counted.max() / counted.min().clamp(min=1))
         return Served(send=model, score=model, notes=notes), FedCMState(momentum)

@@ -54,7 +54,7 @@ from fedbasin.local.client_momentum import (
     SharedMomentum,
     counted_rows,
     mean_direction,
-    steps_by_rows,
+    steps_counted,
 )
 
 _TINY = 1e-12
@@ -240,10 +240,9 @@ class FedWCM(Method):
         share = torch.softmax(scores[replies.clients] / heat + before.log(), 0)
         mean = weighted_mean(replies.models, share)
         model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
-        steps: float | Tensor | None = _even_steps(context) if self.unequal else None
-        if self.counted == "rows":
-            steps = steps_by_rows(replies, context)
-        delta = mean_direction(replies, share, server, steps)
+        steps = steps_counted(self.counted, replies, context)
+        even = _even_steps(context) if self.unequal else steps
+        delta = mean_direction(replies, share, server, even)
         cohort = Cohort(found, scores, replies.clients, share, shares(replies.weights, "uniform"))
         alpha = MOMENTA[self.momentum](self, cohort)
         alpha = alpha.clamp(self.alpha, max(self.alpha, self.alpha_max))

@@ -75,7 +75,7 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Who holds which row: no row twice, and a row that nobody holds is dropped.
+    """Who holds which row: none twice, unless dealt `again`; one that nobody holds is dropped.
 
     Args:
         clients: for each of the N clients the sorted int64 indices of its rows.
