@@ -14,8 +14,8 @@
 # H200 with 12 to 16 jobs gave law's 18 cells of Table 1 and 16 of Table 3 on CIFAR-10, wima's 8 runs,
 # ten runs of papers_why.sh and two of IMA's CNN.
 # Seconds in brackets are estimates for one H200 and one job, from 0.2 ms a client-step of a CNN,
-# 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 0.27 ms of ResNet-18 with ImageNet's first layers (wcm's 26
-# cells took 1,040 s with 16 jobs, compiling included); compiling comes on top. Rounds
+# 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 0.3 ms of ResNet-18 with ImageNet's first layers (wcm's first
+# 26 cells took 1,070 s, three commands with 16 jobs in all); compiling comes on top. Rounds
 # of few clients leave a GPU idle: give them more jobs (12 cells of cda took 620 s side by side, with
 # two of law beside them).
 # Afterwards, to keep the lines and renew the page:
