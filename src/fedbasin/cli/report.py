@@ -39,4 +39,5 @@ def report(
     written += write_figures(found, stem, "png") if png else []
     written += write_figures(found, stem, "svg") if svg else []
     lines = "\n".join(str(path) for path in written)
-    Console().print(Text(f"{len(found)} runs in\n{lines}"), soft_wrap=True)
+    amount = "1 run" if len(found) == 1 else f"{len(found)} runs"
+    Console().print(Text(f"{amount} in\n{lines}"), soft_wrap=True)
