@@ -15,6 +15,7 @@ from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum
 from fedbasin.models import convolution
 from fedbasin.models.convolution import Convolution
 from fedbasin.models.normalisation import Normalisation
+from fedbasin.models.pooling import Pooling
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import CohortExecutor
@@ -41,10 +42,11 @@ def calls(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     counted(Convolution)
     counted(Normalisation)
+    counted(Pooling)
     return found
 
 
-def update_of(make, mixed=False, side=8):
+def update_of(make, mixed=False, side=8, model="resnet8"):
     """What two epochs change in the models of three clients."""
     rng, shape = KEY.fold("data").numpy(), (3, side, side)
     inputs = rng.integers(0, 256, (sum(SIZES), *shape), dtype=np.uint8)
@@ -52,7 +54,7 @@ def update_of(make, mixed=False, side=8):
     rows = [np.arange(end - n, end) for n, end in zip(SIZES, ends, strict=True)]
     people = Population.of(inputs, rng.integers(0, 10, sum(SIZES)), rows, "cpu")
     with torch_draws_from(KEY):
-        net = Net(parse("resnet8", "model")(shape, 10), mixed=mixed)
+        net = Net(parse(model, "model")(shape, 10), mixed=mixed)
     transform = Transform((0.5,) * 3, (0.25,) * 3, augment=True, kind="image")
     executor = make(Trainer(net, (), SGD(0.9, 1e-3, 10.0), 8, transform, 10), people, KEY)
     vector, buffers = net.initial()
@@ -69,13 +71,17 @@ def cohort(compiled):
     return lambda *args: CohortExecutor(*args, compiled=compiled, backend="aot_eager")
 
 
-@pytest.mark.parametrize("side", [8, 4])  # of 4 x 4 images one pixel is left, seen by one tap
+@pytest.mark.parametrize(
+    ("model", "side"),
+    [("resnet8", 8), ("resnet8", 4), ("lenet", 10)],
+    ids=["resnet", "one pixel, seen by one tap", "pooled, a row and a column left over"],
+)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_cohort_trains_as_a_loop_does(calls, compiled, side):
-    alone = update_of(LoopExecutor, side=side)
+def test_a_cohort_trains_as_a_loop_does(calls, compiled, model, side):
+    alone = update_of(LoopExecutor, side=side, model=model)
     assert not calls
-    assert distance(update_of(cohort(compiled), side=side), alone) < 1e-4
-    assert {*calls} == {Convolution, Normalisation}
+    assert distance(update_of(cohort(compiled), side=side, model=model), alone) < 1e-4
+    assert {*calls} == {Convolution, Pooling if model == "lenet" else Normalisation}
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -19,6 +19,7 @@ from fedbasin.models.convolution import Conv2d
 from fedbasin.models.dropout import Dropout
 from fedbasin.models.network import Network
 from fedbasin.models.parts import Layers, Norm, Shape
+from fedbasin.models.pooling import MaxPool2d
 
 FEDIMA = "Zhou et al., IEEE TMC 2024 (FedIMA)"
 FEDIMA_URL = "https://arxiv.org/abs/2305.07845"
@@ -68,7 +69,7 @@ def _convnet(
         if norm:
             layers[f"norm{i}"] = norm(outputs)
         if pool:
-            layers[f"pool{i}"] = nn.MaxPool2d(pool, stride=2)
+            layers[f"pool{i}"] = MaxPool2d(pool, stride=2)
         # ReLU and max commute, in values and gradients, and behind the max there is less to do
         layers[f"conv{i}_relu"] = nn.ReLU()
         channels = outputs
