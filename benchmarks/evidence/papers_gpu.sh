@@ -16,8 +16,8 @@
 # Seconds in brackets are estimates for one H200 and one job, from 0.2 ms a client-step of a CNN,
 # 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 0.3 ms of ResNet-18 with ImageNet's first layers (wcm's first
 # 26 cells took 1,070 s, three commands with 16 jobs in all); compiling comes on top. Rounds
-# of few clients leave a GPU idle: give them more jobs (12 cells of cda took 620 s side by side, with
-# two of law beside them).
+# of few clients leave a GPU idle: give them more jobs (24 cells of cda and 8 of wcm took 1,440 s with
+# 16 jobs, of which cda's are about 1,050).
 # Afterwards, to keep the lines and renew the page:
 #
 #   for p in ima fedlaw wima fedcda fedwcm; do
@@ -89,10 +89,12 @@ wcm() { # ResNet-18 with ImageNet's first layers: 20 (IF 0.01) to 70 (IF 1) a fu
         --seeds 1,2                                                                          # 480
 }
 
-cda() { # Fashion-MNIST: 50 a cell where 12 share the GPU
-    run fedcda/table1 --rows "fedavg,fedcda,fedcda newest" --columns "fmnist *" --seeds 0    # 900
-    run fedcda/table1 --rows "fedavg,fedcda" --columns "fmnist *" --seeds 1                  # 600
-    run fedcda/table1 --columns "fmnist *" --seeds 0                                         # 2200
+cda() { # Fashion-MNIST: 40 a cell where 16 share the GPU, FedSAM's twice that
+    run fedcda/table1 --rows "fedavg,fedcda,fedexp,fedlaw" --columns "fmnist *" --seeds 0    # 960
+    run fedcda/table1 --rows fedavg --columns "fmnist *" --seeds 1                           # 240
+    run fedcda/table1 --rows "fedprox,fedma,gamf" --columns "fmnist *" --seeds 0             # 720
+    run fedcda/table1 --rows "feddf,fedgen,fedsam" --columns "fmnist *" --seeds 0            # 960
+    run fedcda/table1 --columns "fmnist *" --seeds 0,1                                       # 2000
 }
 
 more() { # the same with further seeds

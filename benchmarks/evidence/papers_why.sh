@@ -2,8 +2,8 @@
 # The runs behind findings of the papers' tables: one cell, with something changed.
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
-#                                                          tuned, shifted, precision, slow,
-#                                                          refilled, dealt, counted
+#                                                          tuned, shifted, precision, slow, shrunk,
+#                                                          averaged, refilled, dealt, counted
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -86,19 +86,35 @@ precision() { # what bf16 changes: the same cell in tf32
 }
 
 slow() { # FedCDA's Table 1: is SGD's momentum of 1e-4 a misprint?
-    for method in fedavg fedcda; do
-        cell "$method dir0.5" fedcda/table1 "$method" "fmnist dir0.5"
+    for where in "fedavg dir0.5" "fedcda dir0.5" "fedavg shards4"; do
+        cell "$where" fedcda/table1 "${where% *}" "fmnist ${where#* }"
         try "momentum 0.9" --set local.momentum=0.9
     done
 }
 
-refilled() { # FedWCM's Table 3: are classes that run out put back where clients hold few of them?
-    for imbalance in 1 0.1 0.01; do
-        for method in fedavg fedwcm; do
-            cell "$method if$imbalance" fedwcm/table3 "$method" "if$imbalance beta0.1"
-            try "refilled" --set "partition.how=client_dirichlet(alpha=0.1, refill=True)"
-        done
+shrunk() { # the same table: is it gamma that FedLAW fails by?
+    for column in shards2 dir0.5; do
+        cell "fedlaw $column" fedcda/table1 fedlaw "fmnist $column"
+        try "gamma 1" --rounds 100 --set "method=fedlaw(learn='lambda', guard=0)"
     done
+    cell "fedlaw shards2" fedcda/table1 fedlaw "fmnist shards2"
+    try "guarded" --rounds 100 --set method=fedlaw
+}
+
+averaged() { # the same table: is FedExP ahead because the mean of its last two models is scored?
+    for column in shards4 shards8; do
+        cell "fedexp $column" fedcda/table1 fedexp "fmnist $column"
+        try "last model" --set "method=fedexp(average=False)"
+    done
+}
+
+refilled() { # FedWCM's Table 3: are classes that run out put back where clients hold few of them?
+    for column in "if1 "{0.1,0.6} "if0.1 "{0.1,0.6} "if0.01 "{0.1,0.6}; do
+        cell "fedavg $column" fedwcm/table3 fedavg "${column/ / beta}"
+        try "refilled" --set "partition.how=client_dirichlet(alpha=${column#* }, refill=True)"
+    done
+    cell "fedwcm if0.1 0.1" fedwcm/table3 fedwcm "if0.1 beta0.1"
+    try "refilled" --set "partition.how=client_dirichlet(alpha=0.1, refill=True)"
 }
 
 dealt() { # the same in small, for a CPU: 12 s a round of a core at IF 0.1, twice that at IF 1
