@@ -3,7 +3,7 @@
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
 #                                                          tuned, shifted, precision, slow, shrunk,
-#                                                          averaged, refilled, dealt, counted
+#                                                          averaged, split, refilled, dealt, counted
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -106,6 +106,11 @@ averaged() { # the same table: is FedExP ahead because the mean of its last two 
         cell "fedexp $column" fedcda/table1 fedexp "fmnist $column"
         try "last model" --set "method=fedexp(average=False)"
     done
+}
+
+split() { # the same table: are Dirichlet splits not made within groups of ten clients?
+    cell "fedavg dir0.5" fedcda/table1 fedavg "fmnist dir0.5"
+    try "one group" --set "partition.how=dirichlet(alpha=0.5)"
 }
 
 refilled() { # FedWCM's Table 3: are classes that run out put back where clients hold few of them?
