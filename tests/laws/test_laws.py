@@ -1,16 +1,19 @@
 """Every method of the catalogue obeys every law, or says on its card why it cannot."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
 import fedbasin.methods
 from fedbasin.core.catalogue import CATALOGUE, cards, entry
-from fedbasin.core.method import Method, Served
+from fedbasin.core.method import Method, Served, Wrapper
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.methods import FedAvg
-from fedbasin.testing import LAWS, check_method
+from fedbasin.sim import Population
+from fedbasin.testing import LAWS, check_method, toy_federation
 
 CARDS = cards("method")
 
@@ -30,6 +33,31 @@ def test_exemptions_name_laws_that_exist():
         assert set(card.exempt) <= known, card.name
         assert not isinstance(card.is_fedavg_when, str) or card.is_fedavg_when.startswith("never:")
     assert fedbasin.methods
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_a_wrapper_that_looks_at_replies_says_itself_whether_they_may_be_averaged(card):
+    """An average of the replies as they arrive is not what such a wrapper would see."""
+    kind = type(card.make())
+    if issubclass(kind, Wrapper) and kind.aggregate is not Wrapper.aggregate:
+        assert kind.streams is not Wrapper.streams
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_a_client_without_rows_spoils_nothing(card):
+    """Executors leave such clients out; whoever lets one in gets no NaN from it."""
+    federation = toy_federation(card.make(), participation="count(clients=6)")
+    people = federation.executor.population
+    rows = [np.arange(lo, hi) for lo, hi in itertools.pairwise((0, 16, 25, 32, 37, 41))]
+    empty = np.array([], dtype=np.int64)
+    people = Population.of(people.inputs.numpy(), people.labels.numpy(), [*rows, empty])
+    federation = replace(
+        federation,
+        executor=replace(federation.executor, population=people),
+        context=replace(federation.context, class_counts=people.class_counts(3)),
+    )
+    for after, _ in federation.rounds_from(*federation.begin()):
+        assert torch.isfinite(after.send).all()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from methods.numpy_clients import NumpyClients, linear_federation
+from methods.numpy_clients import NumpyClients, linear_federation, models
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context, Plan
@@ -60,7 +60,7 @@ def numpy_alpha(method, counts, scores, imbalance, cohort, weights):
     return min(max(alpha, method.alpha), max(method.alpha, method.alpha_max))
 
 
-def numpy_fedwcm(world, counts, rounds, method):
+def numpy_fedwcm(world, counts, rounds, method, decay=0.0):
     """Spec 5.2 with FedCM's signs; also yields the weights and what the moving average says."""
     server, delta, alpha = world.start.copy(), np.zeros_like(world.start), method.alpha
     scores, imbalance = numpy_scores(counts, method.score)
@@ -73,7 +73,7 @@ def numpy_fedwcm(world, counts, rounds, method):
             v, raw = server.copy(), []
             for inputs, labels in batches:
                 raw.append(world.gradient(v, inputs, labels))
-                v = v - rate * (alpha * raw[-1] + (1 - alpha) * delta)
+                v = v - rate * (alpha * raw[-1] + (1 - alpha) * delta + decay * v)
             moved.append(server - v)
             counted = world.sizes[client] * 2 / 4 if method.counted == "rows" else len(batches)
             steps.append(even if method.unequal else counted)
@@ -117,6 +117,16 @@ def test_fedwcm_equals_a_plain_numpy_loop_and_its_momentum_is_a_moving_average(m
         assert record.notes["effective_clients"] == pytest.approx(1 / (w**2).sum())
         assert record.notes["momentum_norm"] == pytest.approx(np.linalg.norm(delta))
         assert record.notes["imbalance"] == pytest.approx(numpy_scores(counts, "tv")[1])
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_the_rate_of_fedwcm_x_is_that_of_weight_decay_too(unequal):
+    method = FedWCM(unequal=unequal)
+    federation = linear_federation(method, rounds=4, sgd=SGD(weight_decay=0.05))
+    counts = federation.context.class_counts.numpy()
+    oracle = numpy_fedwcm(NumpyClients(federation), counts, 4, method, decay=0.05)
+    for ours, (model, *_) in zip(models(federation), oracle, strict=True):
+        np.testing.assert_allclose(ours, model, rtol=1e-9, atol=1e-12)
 
 
 def test_fedwcm_x_does_not_count_by_rows():

@@ -156,6 +156,19 @@ def test_moments_start_anew_at_the_round_asked_for(make):
     assert not np.allclose(found[4], plain[4], rtol=1e-6)
 
 
+@pytest.mark.parametrize("make", [FedAdam, FedYogi])
+def test_moments_start_anew_after_the_round_asked_for_where_nobody_answered_in_it(make):
+    d = np.random.default_rng(3).normal(size=(8, 4))
+    method, model = make(restart=0.5), torch.zeros(4, dtype=torch.float64)
+    state, found = method.init(model, context()), []
+    for t in (0, 1, 2, 3, 6, 7):
+        replies = replies_of((model + torch.from_numpy(d[t]))[None])
+        served, state = method.aggregate(state, model, replies, context(t, 8))
+        model = served.send
+        found.append(model.numpy())
+    np.testing.assert_allclose(np.array(found[4:]) - found[3], walk_along(make(), d[6:]), rtol=1e-9)
+
+
 def test_both_readings_of_averaging_with_an_adaptive_server():
     """`fedadam(ima)` steps towards the mean of raw means; `ima(fedadam)` averages its steps."""
     rng = np.random.default_rng(4)

@@ -1,6 +1,6 @@
 """IMA, WIMA and SWA: the invariants of the papers, against plain NumPy means."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context, Plan
 from fedbasin.core.rng import root
 from fedbasin.core.trajectory import RunningMean, empty, mean, push
+from fedbasin.core.tree import tensors
 from fedbasin.core.vectors import Layout
 from fedbasin.methods import IMA, SWA, WIMA, FedAvg, FedProx, Scaffold
 from fedbasin.testing import replies_of, toy_federation, trajectory
@@ -206,6 +207,48 @@ def test_ima_before_the_window_is_full_averages_what_there_is():
     models = walk(6)
     for t, served in enumerate(feed(IMA(window=4, start=0.0), models)):
         np.testing.assert_allclose(served.send, models[max(0, t - 3) : t + 1].mean(0), rtol=1e-12)
+
+
+@dataclass(frozen=True)
+class Ahead(FedAvg):
+    """FedAvg that sends a model further along than the one it scores, from a round on."""
+
+    first: int = 0
+
+    def aggregate(self, state, server, replies, context):
+        served, state = super().aggregate(state, server, replies, context)
+        lead = 10.0 * (context.round + 1) if context.round >= self.first else 0.0
+        return (replace(served, send=served.score + lead) if lead else served), state
+
+
+@pytest.mark.parametrize("first", [0, 5, 11])
+def test_ima_averages_what_is_sent_and_what_is_scored_each_for_itself(first):
+    scored = walk(20)
+    leads = np.where(np.arange(20) >= first, 10.0 * np.arange(1, 21), 0.0)
+    sent = scored + leads[:, None]
+    for t, served in enumerate(feed(IMA(Ahead(first=first), window=4, start=0.5), scored)):
+        last = slice(t - 3, t + 1) if t >= 10 else slice(t, t + 1)
+        np.testing.assert_allclose(served.send, sent[last].mean(0), rtol=1e-9)
+        np.testing.assert_allclose(served.score, scored[last].mean(0), rtol=1e-9)
+    raw = feed(IMA(Ahead(first=first), window=4, start=0.5, feedback=False), scored)
+    for served, model in zip(raw, sent, strict=True):
+        np.testing.assert_array_equal(served.send, model)
+
+
+@pytest.mark.parametrize("inner", ["feddyn", "fedacg", "adabest", "creff"])
+def test_the_first_mean_is_of_one_model_and_what_the_base_sends(inner):
+    base = trajectory(parse(inner, "method"), rounds=1)[0]
+    assert not torch.equal(base.send, base.score)
+    found = trajectory(IMA(parse(inner, "method"), window=4, start=0.0), rounds=1)[0]
+    assert torch.equal(found.send, base.send) and torch.equal(found.score, base.score)
+
+
+def test_a_second_window_takes_memory_only_where_it_is_needed():
+    method, models = IMA(window=4, start=0.5), torch.from_numpy(walk(6))
+    state = method.init(models[0], context(rounds=6))
+    for t, model in enumerate(models):
+        _, state = method.aggregate(state, model * 0, replies_of(model[None]), context(t, 6))
+    assert sum(each.numel() for each in tensors(state.own.sent)) == 0
 
 
 def test_ima_finds_the_centre_of_an_oscillation():

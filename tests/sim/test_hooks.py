@@ -55,6 +55,9 @@ class Nosy(LocalRule):
         new = (each * view.batch.weight).sum() / view.batch.weight.sum().clamp(min=1)
         return new, carry._replace(taken=carry.taken + 1)
 
+    def pace(self, carry):
+        return 1 / (1 + carry.taken)
+
     def after_step(self, carry, vector, net):
         return vector * 0.99 + 0.001 * carry.survey.gradient, carry
 

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedbasin.core.method import Context
+
 First = Literal["tau", "zero"]
 
 
@@ -26,6 +28,7 @@ class Moments:
 
     mean: Tensor  # [P] m
     square: Tensor  # [P] v
+    rounds: int = 0  # how many had begun by the last step
 
     @classmethod
     def begin(cls, server: Tensor, tau: float, first: First) -> Moments:
@@ -33,9 +36,9 @@ class Moments:
         square = tau * tau if first == "tau" else 0.0
         return cls(torch.zeros_like(server), torch.full_like(server, square))
 
-    def renewed(self, update: Tensor, beta1: float, square: Tensor) -> Moments:
-        """Return the moments after an update d [P], with the new v given."""
-        return Moments(beta1 * self.mean + (1 - beta1) * update, square)
+    def renewed(self, update: Tensor, beta1: float, square: Tensor, round: int = 0) -> Moments:
+        """Return the moments after an update d [P] in a round, with the new v given."""
+        return Moments(beta1 * self.mean + (1 - beta1) * update, square, round + 1)
 
     def step(self, lr: float, tau: float) -> Tensor:
         """Return how far the server moves [P]."""
@@ -53,6 +56,11 @@ def check(lr: float, tau: float, restart: float = 1.0, **betas: float) -> None:
     for name, beta in betas.items():
         if not 0 <= beta < 1:
             raise ValueError(f"{name} must be in [0, 1), got {beta}")
+
+
+def restarts(moments: Moments, share: float, context: Context) -> bool:
+    """Whether this is the first step in or after the round of a restart, which may be empty."""
+    return moments.rounds <= restart_round(share, context.rounds) <= context.round
 
 
 def restart_round(share: float, rounds: int) -> int:

@@ -130,6 +130,10 @@ class LocalRule:
         """
         return gradient(vector), carry
 
+    def pace(self, carry: Any) -> Tensor | None:
+        """Return what the client's learning rate is multiplied by [0-d], if anything."""
+        return None
+
     def after_step(self, carry: Any, vector: Tensor, net: Net) -> tuple[Tensor, Any]:
         """Return the model after the optimiser's step, changed where the rule wants it."""
         return vector, carry

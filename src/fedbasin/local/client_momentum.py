@@ -1,6 +1,6 @@
 r"""Client momentum: every local step leans towards the direction the cohorts moved before.
 
-    client:  v <- v - eta c_i (alpha g(v) + (1 - alpha) M)
+    client:  v <- v - eta c_i (alpha g(v) + (1 - alpha) M)          (eta c_i is a learning rate)
     server:  M+ = sum_i w_i (x - y_i) / (eta a_i c_i)
 
 where M is the server's momentum in the units of a gradient, a_i is how many gradients client i's
@@ -32,34 +32,52 @@ class SharedMomentum(NamedTuple):
 
     momentum: Tensor  # [P] M
     alpha: Tensor  # 0-d, the gradient's share in a step
-    steps: Tensor | None = None  # 0-d, Khat, or None where steps are taken as they are
+    steps: Tensor | None = None  # 0-d, Khat, for `EvenMomentum`
 
 
 class MomentumCarry(NamedTuple):
     """What the rule carries through the steps."""
 
-    alpha: Tensor  # 0-d, c_i alpha
-    pull: Tensor  # [P] c_i (1 - alpha) M
+    alpha: Tensor  # 0-d
+    pull: Tensor  # [P] (1 - alpha) M
+
+
+class EvenCarry(NamedTuple):
+    """The same, of a client whose steps are evened out."""
+
+    alpha: Tensor  # 0-d
+    pull: Tensor  # [P]
+    even: Tensor  # 0-d, c_i
 
 
 @dataclass(frozen=True)
 class ClientMomentum(LocalRule):
     """Step along alpha g + (1 - alpha) M; both come with the broadcast."""
 
-    def begin(self, start: Start, net: Net) -> MomentumCarry:
+    def begin(self, start: Start, net: Net) -> MomentumCarry | EvenCarry:
         """Form the constant part of every step once."""
         shared: SharedMomentum = start.shared
-        alpha, pull = shared.alpha, (1 - shared.alpha) * shared.momentum
-        if shared.steps is not None:
-            even = shared.steps / start.steps.clamp(min=1)
-            alpha, pull = alpha * even, pull * even
-        return MomentumCarry(alpha, pull)
+        return MomentumCarry(shared.alpha, (1 - shared.alpha) * shared.momentum)
 
     def direction(
         self, carry: MomentumCarry, vector: Tensor, gradient: Gradient
     ) -> tuple[Tensor, MomentumCarry]:
         """Mix the gradient with the momentum."""
         return carry.alpha * gradient(vector) + carry.pull, carry
+
+
+@dataclass(frozen=True)
+class EvenMomentum(ClientMomentum):
+    """The same at a rate that evens out the clients' numbers of steps."""
+
+    def begin(self, start: Start, net: Net) -> EvenCarry:
+        """Form c_i = Khat / K_i too."""
+        alpha, pull, *_ = super().begin(start, net)
+        return EvenCarry(alpha, pull, start.shared.steps / start.steps.clamp(min=1))
+
+    def pace(self, carry: EvenCarry) -> Tensor:
+        """Take every step at the rate eta c_i: gradient, momentum and weight decay."""
+        return carry.even
 
 
 def unequal_steps(setting: Setting) -> Iterator[str]:

@@ -7,7 +7,7 @@ and momentum. Everything here is pure, so the cohort engine can `vmap` it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -182,7 +182,8 @@ def step(
     for i in reversed(nesting(rules)):
         gradient = through(i, gradient)
     direction = clipped(gradient(point.vector), sgd.clip)
-    vector, momentum = descend(point.vector, point.momentum, direction, lr, sgd)
+    paces = [rule.pace(carry) for rule, carry in zip(rules, carries, strict=True)]
+    vector, momentum = descend(point.vector, point.momentum, direction, lr, sgd, paces)
     for i, rule in enumerate(rules):
         vector, carries[i] = rule.after_step(carries[i], vector, net)
     value, buffers = seen[0]
@@ -232,13 +233,23 @@ def clipped(direction: Tensor, largest: float | None) -> Tensor:
 
 
 def descend(
-    vector: Tensor, momentum: Tensor, direction: Tensor, lr: Tensor | float, sgd: SGD
+    vector: Tensor,
+    momentum: Tensor,
+    direction: Tensor,
+    lr: Tensor | float,
+    sgd: SGD,
+    paces: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Apply torch's SGD rule: d = direction + wd v;  m = rho m + d;  v = v - eta m."""
+    """Apply torch's SGD rule: d = direction + wd v;  m = rho m + d;  v = v - eta m.
+
+    The rate eta is that of the round times the rules' paces.
+    """
     if sgd.weight_decay:
         direction = direction + sgd.weight_decay * vector
     if sgd.momentum:
         direction = momentum = torch.add(direction, momentum, alpha=sgd.momentum)
+    for pace in paces:
+        direction = direction if pace is None else pace * direction
     if isinstance(lr, Tensor):
         return vector - lr * direction, momentum
     return torch.sub(vector, direction, alpha=lr), momentum  # one pass over memory, not two

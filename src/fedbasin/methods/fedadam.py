@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
-from fedbasin.core.moments import First, Moments, check, restart_round
+from fedbasin.core.moments import First, Moments, check, restart_round, restarts
 from fedbasin.methods.fedavg import FedAvg
 
 
@@ -72,9 +72,9 @@ class FedAdam(Wrapper):
         self, own: Moments, server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, Moments]:
         """Take Adam's step."""
-        if context.round == restart_round(self.restart, context.rounds):
+        if restarts(own, self.restart, context):
             own = self.begin(server, context)
         update = fresh.send - server
         square = self.beta2 * own.square + (1 - self.beta2) * update.square()
-        own = own.renewed(update, self.beta1, square)
+        own = own.renewed(update, self.beta1, square, context.round)
         return fresh.moved(server + own.step(self.lr, self.tau)), own

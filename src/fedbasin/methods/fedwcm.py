@@ -51,6 +51,7 @@ from fedbasin.local.batches import count_steps
 from fedbasin.local.client_momentum import (
     ClientMomentum,
     Counted,
+    EvenMomentum,
     SharedMomentum,
     counted_rows,
     mean_direction,
@@ -216,7 +217,7 @@ class FedWCM(Method):
 
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the mixture."""
-        return (ClientMomentum(),)
+        return (EvenMomentum() if self.unequal else ClientMomentum(),)
 
     def own_broadcast(
         self, state: FedWCMState, server: Tensor, context: Context

@@ -108,6 +108,10 @@ class GAMF(Wrapper):
         notes = MatchingNotes(moved, sum(group.size for group in groups))
         return served.noted(notes), Wrapped((), inner)
 
+    def streams(self) -> None:
+        """Match single models, which an average no longer has."""
+        return None
+
     def cautions(self, setting: Setting) -> Iterator[str]:
         """Name statistics that keep the old order."""
         yield from super().cautions(setting)

@@ -9,7 +9,8 @@ t_s on, clients start from the mean of the last P of them and take smaller steps
 
 with t_s = floor(start R). The window holds raw aggregates from round 0 on, so it is full at
 t_s, and the first averaged broadcast is in round t_s + 1 (the authors' code; Algorithm 1 of
-the paper is off by one there).
+the paper is off by one there). Where the inner method sends another model than it scores (FedDyn,
+FedACG, CReFF), each of the two has a window and a mean of its own.
 
 The other decays of the paper's Table 3 are `decay`: "constant" (eta = low), "cyclic" (a
 triangle between eta_{t_s} and low, period 20), "epochs" (one local epoch fewer every 20
@@ -22,7 +23,8 @@ the raw client averages, as the authors' code does with FedAdam and FedYogi.
 Departures from the paper: where fewer than P models exist at t_s, their mean is taken. In the
 authors' code "cyclic" overshoots to twice the maximum and "epochs" restarts the learning rate
 at its first value, which by itself explains that row of Table 3; here neither happens.
-Cost: none for clients. Server: O(D) a round, (4P + 12) D bytes for D parameters.
+Cost: none for clients. Server: O(D) a round, (4P + 12) D bytes for D parameters, twice that where
+another model is sent than scored.
 """
 
 from __future__ import annotations
@@ -41,6 +43,14 @@ from fedbasin.methods.fedavg import FedAvg
 
 Decay = Literal["exponential", "constant", "cyclic", "epochs", "step", "none"]
 _PERIOD = 20
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What the server remembers."""
+
+    scored: Window
+    sent: Window  # empty, and without memory, as long as what is sent is what is scored
 
 
 @entry(
@@ -94,9 +104,13 @@ class IMA(Wrapper):
         """Return t_s, the first round that ends in a mean."""
         return int(self.start * rounds + 1e-9)
 
-    def begin(self, server: Tensor, context: Context) -> Window:
-        """Start with an empty window."""
-        return empty(self.window, server, self.storage, on_cpu=self.on_cpu)
+    def begin(self, server: Tensor, context: Context) -> Windows:
+        """Start with empty windows."""
+        scored, sent = (
+            empty(self.window, like, self.storage, on_cpu=self.on_cpu)
+            for like in (server, server[:0])
+        )
+        return Windows(scored, sent)
 
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Train as the inner method says until t_s, then with the decay."""
@@ -118,15 +132,24 @@ class IMA(Wrapper):
         return Wrapped(self.begin(server, context), self.inner.grow(state, server, context))
 
     def step(
-        self, own: Window, server: Tensor, fresh: Served, replies: Replies, context: Context
-    ) -> tuple[Served, Window]:
+        self, own: Windows, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, Windows]:
         """Remember the raw model; from t_s on hand out the window's mean instead."""
-        window = push(own, fresh.score)
+        windows = self._remembered(own, fresh)
         if self.window == 1 or context.round < self.begins(context.rounds):
-            return fresh, window
-        average = context.layout.mix(self.part, mean(window), fresh.score)
-        send = average if self.feedback else fresh.send
-        return Served(send, average, fresh.notes), window
+            return fresh, windows
+        score = context.layout.mix(self.part, mean(windows.scored), fresh.score)
+        send = score if self.feedback else fresh.send
+        if windows.sent.pushed:
+            send = context.layout.mix(self.part, mean(windows.sent), fresh.send)
+        return Served(send, score, fresh.notes), windows
+
+    def _remembered(self, own: Windows, fresh: Served) -> Windows:
+        """Push a round's models; the first that is sent and not scored parts the windows."""
+        sent = own.sent
+        if self.feedback and (sent.pushed or fresh.send is not fresh.score):
+            sent = push(sent if sent.pushed else own.scored, fresh.send)
+        return Windows(push(own.scored, fresh.score), sent)
 
 
 def _decayed(ima: IMA, base: Plan, at_start: Plan, after: int) -> Plan:

@@ -50,7 +50,7 @@ class ReportGradient(LocalRule):
 
     def end(self, carry: Any, start: Start, finish: Finish) -> tuple[Any, FullGradient]:
         """Report their mean."""
-        return (), FullGradient(start.survey.gradient / start.examples)
+        return (), FullGradient(start.survey.gradient / start.examples.clamp(min=1))
 
 
 @dataclass(frozen=True)

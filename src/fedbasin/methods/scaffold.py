@@ -97,9 +97,9 @@ class ControlVariates(LocalRule):
     def end(self, carry: ControlCarry, start: Start, finish: Finish) -> tuple[Variate, Change]:
         """Renew c_i and report its change."""
         if self.option == "full":
-            renewed = start.survey.control / start.examples
+            renewed = start.survey.control / start.examples.clamp(min=1)
         else:
-            renewed = carry.total / finish.steps
+            renewed = carry.total / finish.steps.clamp(min=1)
         return Variate(renewed), Change(renewed - start.own.control)
 
 
