@@ -128,6 +128,10 @@ dealt() { # the same in small, for a CPU: 12 s a round of a core at IF 0.1, twic
         try "cifar_cnn, $split" --rounds 100 --set model=cifar_cnn \
             --set "partition.how=client_dirichlet($split)"
     done
+    for seed in 1 2; do # another split too
+        try "cifar_cnn, alpha=0.1, seed $seed" --rounds 100 --set model=cifar_cnn --set seed=$seed \
+            --set partition.seed=$seed
+    done
     cell "fedavg if1" fedwcm/table3 fedavg "if1 beta0.1"
     for split in alpha=0.1 "alpha=0.1, refill=True"; do
         try "cifar_cnn, $split" --rounds 50 --set model=cifar_cnn \
