@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from methods.numpy_clients import NumpyClients, linear_federation, models
 
 from fedbasin.core.expressions import parse
+from fedbasin.core.method import Plan
 from fedbasin.local import SGD, Prox
 from fedbasin.methods import FedAvg, FedProx
 
@@ -32,6 +35,15 @@ def test_a_strong_pull_keeps_clients_where_they_were():
     weak, strong = (models(linear_federation(FedProx(mu=mu), rounds=1))[0] for mu in (0.0, 3.0))
     start = NumpyClients(linear_federation(FedAvg())).start
     assert np.linalg.norm(strong - start) < 0.75 * np.linalg.norm(weak - start)
+
+
+def test_a_single_step_is_fedavg_s_whatever_the_pull():
+    """It is taken from where the pull leads to."""
+    sent = [
+        models(replace(linear_federation(method), schedule=lambda _: Plan(0.2, None, 1)))
+        for method in (FedAvg(), FedProx(mu=5.0))
+    ]
+    np.testing.assert_allclose(*sent, rtol=1e-12)
 
 
 def test_the_rule_composes_with_any_method():
