@@ -1,5 +1,7 @@
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from fedbasin.cli import app, main
 from fedbasin.cli.listing import card_text
 from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import parse
+from fedbasin.sim import Interrupted
 
 FAST = [
     "--set", "rounds=3", "--set", "partition.clients=10", "--set", "local.epochs=1",
@@ -182,6 +185,54 @@ def test_mistakes_are_one_line_and_leave_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedavgm(lr=1e20)"], ids=["at once", "later"])
+def test_a_run_that_diverges_says_so_and_fails(method, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "r"
+    rate = "local.lr=1e30" if method == "fedavg" else "local.lr=0.1"
+    arguments = ["run", "--preset", "demo", "--method", method, "--out", str(out), *FAST]
+    monkeypatch.setattr(sys, "argv", ["fedbasin", *arguments, "--set", rate, "--set", "rounds=5"])
+    for _ in range(2):
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = " ".join(capsys.readouterr().err.split())
+        assert left.value.code == 1 and "Traceback" not in said
+        assert re.search(r"diverged: round \d: client \d+ sent", said) and str(out) in said
+        rounds = json.loads((out / "summary.json").read_text())["rounds"]
+        assert rounds == 0 if method == "fedavg" else rounds > 0
+        monkeypatch.setattr(sys, "argv", ["fedbasin", "resume", str(out)])
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Interrupted])
+def test_a_comparison_that_is_stopped_says_how_to_go_on_with_all_of_it(
+    stop, tmp_path, monkeypatch, capsys
+):
+    def stopped(*_, **__):
+        raise stop
+
+    monkeypatch.setattr("fedbasin.experiment.runs.run_cells", stopped)
+    out = tmp_path / "r"
+    arguments = ["compare", "fedavg", "scaffold", "--preset", "demo", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["fedbasin", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = " ".join(capsys.readouterr().err.split())
+    assert left.value.code == 130 and f"Go on with the same command and --out {out}" in said
+
+
+def test_a_folder_of_runs_is_told_from_one_of_none(tmp_path):
+    (tmp_path / "fedavg" / "seed0").mkdir(parents=True)
+    (tmp_path / "fedavg" / "seed0" / "config.toml").touch()
+    assert "runs below it" in str(invoke("resume", str(tmp_path)).exception)
+    assert "runs below it" not in str(invoke("resume", str(tmp_path / "none")).exception)
+
+
+def test_tables_are_not_cut_off_in_a_pipe():
+    command = [sys.executable, "-m", "fedbasin", "paper", "list", "ima/table1"]
+    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert "…" not in shown.stdout and "fedgma+ima" in shown.stdout
+
+
 def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setattr("sys.argv", ["fedbasin", "resume", "nowhere"])
     monkeypatch.setenv("FEDBASIN_DEBUG", "1")
@@ -192,7 +243,7 @@ def test_debug_shows_the_traceback(monkeypatch):
 def test_runs_that_use_all_workers_of_ray_are_compared_one_by_one(monkeypatch, tmp_path):
     seen = []
 
-    def watch(layout, console, data_dir, jobs, tensorboard):
+    def watch(layout, console, data_dir, jobs, **_):
         seen.append(jobs)
         raise RuntimeError("enough")
 

@@ -51,6 +51,14 @@ def test_rows_are_written_for_people():
     assert never == ("never", "-", "not reached", "1.0", "1")
 
 
+def test_a_run_that_can_go_on_is_marked_and_not_tested_against_others():
+    runs = [*CURVES[:2], curve("ima", 0, [0.9] * 15), curve("ima", 1, [0.1], status="stopped")]
+    fedavg, ima = summarise(runs, target=0.6)
+    assert (ima.stopped, fedavg.stopped) == (1, 0)
+    assert cells(ima)[1].endswith("(1 stopped)")
+    assert differences(runs, "fedavg")["ima"] == differences(runs[:3], "fedavg")["ima"]
+
+
 def test_a_paired_difference_is_that_of_scipy_on_the_common_seeds():
     rng = np.random.default_rng(0)
     ours = {seed: float(rng.normal(0.8, 0.02)) for seed in (0, 1, 2, 5, 9)}

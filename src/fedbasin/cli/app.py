@@ -20,7 +20,7 @@ from fedbasin.cli.flower import app as flower_app
 from fedbasin.cli.paper import app as paper_app
 from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
-from fedbasin.cli.progress import run_with_progress
+from fedbasin.cli.progress import run_with_progress, wide_console
 from fedbasin.cli.report import Target, report
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ app = typer.Typer(
     "[bold]fedbasin methods[/bold], then [bold]fedbasin compare fedavg scaffold --preset "
     "fmnist[/bold].",
 )
-console = Console()
+console = wide_console()
 DEMO_METHODS = (
     "fedavg",
     "ima(fedavg)",
@@ -111,6 +111,13 @@ def _assignments(given: list[str] | None, **named: object) -> list[str]:
     return [*(given or []), *extra]
 
 
+def _folder(out: Path | None) -> Path | None:
+    """Refuse what cannot be a folder before anything is loaded."""
+    if out is not None and out.is_file():
+        raise ValueError(f"--out: {out} is a file; name a folder")
+    return out
+
+
 def _fresh(name: str) -> Path:
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
@@ -139,7 +146,7 @@ def run(
     experiment = _settings(config, preset, named)
     from fedbasin.experiment.runs import Cell, slug
 
-    path = out or _fresh(slug(experiment.resolved().method))
+    path = _folder(out) or _fresh(slug(experiment.resolved().method))
     if out is not None and (out / "config.toml").exists():
         raise ValueError(
             f"{out} holds a run already; fedbasin resume {out}, or choose another --out"
@@ -162,7 +169,11 @@ def resume(
     from fedbasin.experiment.runs import Cell
 
     if not (folder / "config.toml").exists():
-        raise RecordError(f"{folder} holds no run: there is no config.toml in it")
+        several = next(folder.glob("**/config.toml"), None) is not None
+        hint = (
+            "; runs below it go on one by one, or with their command and --out" if several else ""
+        )
+        raise RecordError(f"{folder} holds no run: there is no config.toml in it{hint}")
     experiment = from_mapping(read_config(folder / "config.toml"))
     layout = [Cell(experiment, folder)]
     (summary,) = run_with_progress(layout, console, data_dir, tensorboard=tensorboard)
@@ -195,7 +206,7 @@ def compare(
     base = _settings(config, preset, named)
     from fedbasin.experiment.runs import cells
 
-    path = out or _fresh("compare")
+    path = _folder(out) or _fresh("compare")
     layout = cells(base, methods, _read_seeds(seeds), path)
     _compare(layout, base, path, target, data_dir, jobs, tensorboard)
 
@@ -215,7 +226,7 @@ def demo(
     base = _settings(None, "demo", set_)
     from fedbasin.experiment.runs import cells
 
-    path = out or _fresh("demo")
+    path = _folder(out) or _fresh("demo")
     layout = cells(base, DEMO_METHODS, _read_seeds(seeds), path)
     _compare(layout, base, path, target, None, jobs)
 
@@ -267,7 +278,8 @@ def _compare(
     if jobs is None:
         alone = pick_device(base.sim.device).type != "cpu" or base.sim.executor == "ray"
         jobs = 1 if alone else min(os.cpu_count() or 1, len(layout))
-    run_with_progress(layout, console, data_dir, jobs, tensorboard=tensorboard)
+    again = f"the same command and --out {path}"
+    run_with_progress(layout, console, data_dir, jobs, tensorboard=tensorboard, again=again)
     runs = read_runs([cell.path for cell in layout])
     rows = [cells(row) for row in summarise(runs, target)]
     table = Table(
@@ -288,9 +300,15 @@ def _compare(
 
 
 def _say_summary(summary: dict[str, Any], path: Path) -> None:
+    if summary["status"] == "diverged":
+        raise RuntimeError(
+            f"{summary['method']} diverged: {summary['reason']}; the records up to there are in "
+            f"{path}"
+        )
     last, mean = summary["accuracy_last"], summary["accuracy_mean_last10"]
+    window = f"the last {min(10, summary['rounds'])} rounds"
     line = (
-        f"{summary['method']}: accuracy {100 * mean:.2f} % (mean of the last 10 rounds), "
+        f"{summary['method']}: accuracy {100 * mean:.2f} % (mean of {window}), "
         f"{100 * last:.2f} % (last), {summary['seconds']:.1f} s\nrecords: {path}"
     )
     console.print(Text(line), soft_wrap=True)

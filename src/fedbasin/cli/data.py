@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import TaskID
 from rich.table import Table
 
-from fedbasin.cli.progress import bar
+from fedbasin.cli.progress import bar, wide_console
 from fedbasin.data import DataError, Fetched, available, describe, fetch
 from fedbasin.data.arrays import Progress as Report
 
@@ -108,7 +108,7 @@ def list_(data_dir: DataDir = None, cache_dir: CacheDir = None) -> None:
             listing.paper,
             f"[{_COLOURS.get(listing.at_hand, 'yellow')}]{listing.at_hand}",
         )
-    Console().print(table)
+    wide_console().print(table)
 
 
 @app.command()

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from fedbasin.cli.progress import run_with_progress
+from fedbasin.cli.progress import run_with_progress, wide_console
 
 if TYPE_CHECKING:
     from fedbasin.papers import Result, Table
@@ -26,7 +25,7 @@ app = typer.Typer(
     "'fedavg*' --columns 'fmnist*' --rounds 0.1[/bold] runs some cells at a tenth of the rounds; "
     "[bold]fedbasin paper show ima/table1[/bold] compares.",
 )
-console = Console()
+console = wide_console()
 OUT = Path("runs/papers")
 
 Name = Annotated[str, typer.Argument(help="A table or figure, such as ima/table1.")]
@@ -121,6 +120,7 @@ def run(
             on_cell=grid.ended,
             more=grid.waiting,
             rounds=sum(left),
+            again="the same command",
         )
     _print_beside(table, grid.lines(), *picked, only_ours=True)
     if grid.failures:

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell, More, OnCell
 
 
+def wide_console() -> Console:
+    """Return a console that cuts no table off where its output goes into a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
+
+
 def bar(console: Console, *beside: ProgressColumn) -> Progress:
     """Return the display of all long work: what, a bar, how many of how many, how long."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -43,16 +49,18 @@ def run_with_progress(
     on_cell: OnCell | None = None,
     more: More = list,
     rounds: int | None = None,
+    again: str = "",
 ) -> list[dict[str, Any]]:
     """Run or go on with the cells, showing one bar for all rounds; return their summaries.
 
     The bar reads the records the runs write, so it works the same for processes of their own.
     `on_cell` is told of each cell as it ends and `more` asked for further ones, as in `run_cells`;
-    `rounds` counts theirs too.
+    `rounds` counts theirs too. Where there are several, `again` says how to go on with all of them.
     """
     import torch
 
     from fedbasin.experiment.runs import run_cells
+    from fedbasin.sim import Interrupted
 
     if "OMP_NUM_THREADS" not in os.environ:
         # Small steps gain nothing from more, and lose much where other work shares the cores.
@@ -73,6 +81,10 @@ def run_with_progress(
                 on_cell=on_cell,
                 more=more,
             )
+        except (KeyboardInterrupt, Interrupted):
+            if not again:
+                raise
+            raise Interrupted(f"stopped; what has been run is kept. Go on with {again}") from None
         finally:
             finished.set()
             watcher.join()

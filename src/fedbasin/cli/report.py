@@ -9,7 +9,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-Target = Annotated[float, typer.Option(help="Accuracy for the column 'rounds to target'.")]
+Target = Annotated[
+    float, typer.Option(min=0, max=1, help="Accuracy for 'rounds to target', such as 0.8.")
+]
 
 
 def report(
@@ -34,10 +36,14 @@ def report(
     from fedbasin.report.runs import find_runs, read_runs
 
     found = read_runs(find_runs(runs))
+    for run in found:
+        if run.status not in ("finished", "diverged"):
+            line = f"{run.path}: {run.status} after round {len(run.records)}, counted so far"
+            Console(stderr=True).print(Text(line, style="yellow"), soft_wrap=True)
     written = [write_page(found, out, target=target, baseline=baseline)]
     stem = out.with_suffix("")
     written += write_figures(found, stem, "png") if png else []
     written += write_figures(found, stem, "svg") if svg else []
     lines = "\n".join(str(path) for path in written)
     amount = "1 run" if len(found) == 1 else f"{len(found)} runs"
-    Console().print(Text(f"{amount} in\n{lines}"), soft_wrap=True)
+    Console().print(Text(f"{amount} in {lines}"), soft_wrap=True)

@@ -24,6 +24,7 @@ class Row:
     seconds: float  # mean over seeds
     bytes_moved: float = 0.0  # down and up, mean over seeds
     diverged: int = 0  # seeds whose run broke off; they count with the rounds they have
+    stopped: int = 0  # seeds whose run can go on; they too
 
 
 def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -56,13 +57,14 @@ def summarise(found: Sequence[Run], target: float) -> list[Row]:
                     sum(r.bytes_down + r.bytes_up for r in run.records) for run in runs
                 ),
                 diverged=sum(run.status == "diverged" for run in runs),
+                stopped=sum(run.status not in ("finished", "diverged") for run in runs),
             )
         )
     return rows
 
 
 def differences(runs: Sequence[Run], baseline: str) -> dict[str, Difference | None]:
-    """Compare every method with the baseline, seed by seed.
+    """Compare every method with the baseline, seed by seed, without runs that can go on.
 
     Where the baseline ran with several settings, a method is compared with the one that
     shares its own; None where there is no such run, or no common seed.
@@ -83,7 +85,8 @@ def differences(runs: Sequence[Run], baseline: str) -> dict[str, Difference | No
 
 
 def _scores(runs: Sequence[Run]) -> dict[int, float]:
-    scores = {run.seed: mean_of_last(run.records) for run in runs}
+    ended = (run for run in runs if run.status in ("finished", "diverged"))
+    scores = {run.seed: mean_of_last(run.records) for run in ended}
     return {seed: score for seed, score in scores.items() if score is not None}
 
 
@@ -94,6 +97,8 @@ def cells(row: Row) -> tuple[str, str, str, str, str]:
         accuracy += f" ± {100 * row.spread:.2f}"
     if row.diverged:
         accuracy += f" ({row.diverged} diverged)"
+    if row.stopped:
+        accuracy += f" ({row.stopped} stopped)"
     rounds = "not reached" if row.rounds is None else f"{row.rounds:.0f}"
     if 0 < row.reached < row.seeds:
         rounds += f" ({row.reached} of {row.seeds} seeds)"
