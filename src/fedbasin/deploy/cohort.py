@@ -119,6 +119,8 @@ class Cohort:
         for reply in replies:
             node = reply.metadata.src_node_id
             client = self.clients.client(node)
+            raised = reply.has_error() and reply.error.code in _CLIENT_FAULTS
+            self.clients.heard(node, answered=raised or not reply.has_error())
             try:
                 if reply.has_error():
                     self._error(client, node, reply)
@@ -152,7 +154,8 @@ class Cohort:
     def _again(self, missing: int) -> list[Message]:
         """Return messages to clients in place of those that did not answer."""
         online = self.clients.online()
-        free = [c for c in online if c not in self.collector.clients | self._failed]
+        done = self.collector.clients | self._failed
+        free = [c for c in online if c not in done]
         chosen = sorted(free, key=lambda client: (client not in self.asked, client))[:missing]
         if chosen:
             _log.info("round %d: asking clients %s for what is missing", self.round, chosen)
@@ -161,6 +164,7 @@ class Cohort:
 
     def _gave_up(self, node: int, reason: str) -> None:
         client = self.clients.client(node)
+        self.clients.heard(node, answered=False)
         _log.warning(
             "round %d: no reply from client %s (node %d): %s", self.round, client, node, reason
         )
