@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
-from deploy.test_refusals import CULPRIT, FIRST, changed, run
+from deploy.test_refusals import CULPRIT, FIRST, changed, part, run, with_part
 from flwr.app import Array, ArrayRecord, ConfigRecord
 
-from fedbasin.deploy.wire import SKELETON, Codec, Refused, number, read_array, read_tree
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Context
+from fedbasin.core.rng import root
+from fedbasin.deploy.merge import Merger
+from fedbasin.deploy.replies import Collected, Guard
+from fedbasin.deploy.wire import (
+    SKELETON,
+    Codec,
+    Refused,
+    number,
+    read_array,
+    read_tree,
+    write_tree,
+)
+from fedbasin.sim.rounds import Server
+from fedbasin.testing import replies_of, toy_federation
 
 
 def stored(header: bytes, body: bytes = b"", version: int = 1) -> Array:
@@ -96,3 +114,85 @@ def test_a_negative_variance_is_refused():
     assert len(codec.parts(arrays(0))) == 3
     with pytest.raises(Refused, match=r"b.running_var is -0.5 at its least"):
         codec.parts(arrays(-0.5))
+
+
+class Change(NamedTuple):
+    """What scaffold's clients report, with another length."""
+
+    control: torch.Tensor
+
+
+def reporting(culprits, tree):
+    def tamper(client, reply):
+        if client in culprits:
+            reply.content["report"], reply.content["report-shape"] = write_tree(tree)
+        return [reply]
+
+    return tamper
+
+
+@pytest.mark.parametrize(
+    "tree", [((torch.zeros(3),),), (Change(torch.zeros(3, dtype=torch.float64)),)]
+)
+def test_the_first_to_answer_does_not_decide_how_reports_are_shaped(tree):
+    for culprit in range(6):  # one of them is the first
+        strategy = run("scaffold", reporting({culprit}, tree), rounds=1)
+        assert list(strategy.tally.refused) == [
+            f"client {culprit}: its report is shaped unlike the other clients'"
+        ]
+        assert strategy.journal.records[0].replies == 5
+
+
+def test_reports_that_are_all_wrong_cost_the_round_and_no_more(caplog):
+    strategy = run("scaffold", reporting(set(range(6)), ((torch.zeros(3),),)))
+    start = toy_federation(parse("fedavg", "method")).test.net.initial()[0]
+    assert torch.equal(strategy._server.send, start) and strategy._server.round == 2
+    assert [r.notes["merge_refused"] for r in strategy.journal.records] == [1, 1]
+    assert sum("keeps its model" in r.getMessage() for r in caplog.records) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_values_that_overflow_together_cost_the_round_and_no_more(stream):
+    rounds = []
+
+    def tamper(client, reply):
+        rounds.append(client)
+        if client in (2, 3) and len(rounds) <= 6:
+            values = part(reply)
+            values[...] = 1.7e308
+            with_part(reply, values)
+        return [reply]
+
+    strategy = run(tamper=tamper, stream=stream)
+    first, second = strategy.journal.records
+    assert first.notes == {"merge_refused": 1.0} and "merge_refused" not in second.notes
+    assert strategy._server.send.isfinite().all()
+    assert second.update_norm > 0
+
+
+@pytest.mark.parametrize("action", ["clip", "drop"])
+def test_a_far_update_brings_no_statistics_and_no_loss(action):
+    arrays = ArrayRecord(
+        {
+            "a.weight": Array(np.zeros(4, np.float32)),
+            "b.running_mean": Array(np.zeros(2, np.float32)),
+            "b.running_var": Array(np.ones(2, np.float32)),
+        }
+    )
+    codec = Codec.of(arrays)
+    vector, buffers = codec.read(arrays)
+    replies = replace(
+        replies_of(torch.tensor([[1.0] * 4, [1000.0] * 4, [1.0] * 4]), weights=[1, 5, 3]),
+        clients=torch.tensor([4, 7, 9]),
+    )
+    sent = torch.tensor([[1.0, 1, 2, 2], [1e6, 1e6, 50, 50], [3.0, 3, 4, 4]])
+    collected = Collected(replies, sent, torch.tensor([1.0, 9e9, 2.0], dtype=torch.float64))
+    named = []
+    merger = Merger(parse("fedavg", "method"), guard=Guard(5.0, action))
+    context = Context(codec.layout, 10, 1, root(0))
+    after, record = merger.merge(
+        Server(0, vector, vector, buffers, ()), collected, context, lambda c, why: named.append(c)
+    )
+    assert named == [7]
+    torch.testing.assert_close(after.buffers, torch.tensor([2.5, 2.5, 3.5, 3.5]))
+    assert record.train_loss == pytest.approx(1.75)

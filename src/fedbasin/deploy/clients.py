@@ -172,13 +172,15 @@ class Clients:
         for reply in self.mail.replies(sent, waits, lambda node, reason: None):
             answered.add(reply.metadata.reply_to_message_id)
             node = sent[reply.metadata.reply_to_message_id]
-            if reply.has_error():
-                self._nameless[node] = fault(reply)
-                nameless.append(node)
-                continue
             try:
-                seat = self._seat(the_record(reply.content, MetricRecord))
-                nameless += self._sit(node, seat, held)
+                if node in self._seats:
+                    continue  # it was asked twice, and both answers came now
+                if reply.has_error():
+                    self._nameless[node] = fault(reply)
+                    nameless.append(node)
+                else:
+                    seat = self._seat(the_record(reply.content, MetricRecord))
+                    nameless += self._sit(node, seat, held)
             except Refused as reason:
                 self._ignored.add(node)
                 _log.warning("node %d is left out, for what it says of itself: %s", node, reason)
@@ -197,8 +199,8 @@ class Clients:
     def _sit(self, node: int, seat: Seat, held: dict[int, int]) -> list[int]:
         """Give a node its seat unless another holds it; return who had it only by a number."""
         self.total = self.total or seat.total
-        holder = held.get(seat.client, node)
-        if holder != node and holder not in self._nameless:
+        holder = held.get(seat.client)
+        if holder is not None and holder not in self._nameless:
             _log.warning(
                 "node %d says it is client %d, as node %d does: it is left out while that one is "
                 "connected; give every SuperNode a partition-id of its own",
@@ -207,10 +209,9 @@ class Clients:
             return []
         self._nameless.pop(node, None)
         self._seats[node], held[seat.client] = seat, node
-        if holder == node:
-            return []
-        del self._seats[holder]
-        return [holder]
+        if holder is not None:
+            del self._seats[holder]
+        return [] if holder is None else [holder]
 
     def _seat(self, facts: Any) -> Seat:
         total = int(number(facts, "num-partitions", least=1))

@@ -92,6 +92,7 @@ class Cohort:
         sent = mail.send(messages)
         while True:
             yield from mail.replies(sent, self.timeout, self._gave_up)
+            self._outvote()
             missing = self.least - len(self.collector.numbers)
             if missing <= 0:
                 return
@@ -131,6 +132,7 @@ class Cohort:
             except Refused as reason:
                 self.refuse(client, node, str(reason))
             del reply  # or two models would be in memory while the next one arrives
+        self._outvote()
 
     def refuse(self, client: int | None, node: int, reason: str) -> None:
         """Count and name a reply that is not used; its client is not asked again this round."""
@@ -138,6 +140,12 @@ class Cohort:
         self.tally.refuse(self.round, client, node, reason)
         if client is not None and client not in self.collector.clients:
             self._failed.add(client)
+
+    def _outvote(self) -> None:
+        """Refuse reports unlike most: only together do replies show how a report is shaped."""
+        why = "its report is shaped unlike the other clients'"
+        for client in self.collector.outvoted():
+            self.refuse(client, self.asked[client], why)
 
     def late(self, node: int) -> None:
         """Count and name a reply to an earlier round; its client may answer this one."""

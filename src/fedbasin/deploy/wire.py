@@ -44,30 +44,24 @@ def read_array(array: Array) -> np.ndarray:
     """Return an array as a read-only view of the received bytes."""
     if array.stype != _NUMPY:
         raise Refused(f"an array is stored as {array.stype!r}, expected {_NUMPY!r}")
+    head = io.BytesIO(array.data)
     try:
-        return _view(array.data)
-    except Refused:
-        raise
+        first = np.lib.format.read_magic(head) == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if first else _read_header_2_0
+        shape, fortran, dtype = read(head)
+        plain = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.isnative
+        if not plain or (fortran and len(shape) > 1):
+            raise Refused(f"type {dtype} or order Fortran is not accepted")
+        if len(shape) > _MOST_AXES or any(length < 0 for length in shape):
+            raise Refused(f"its {len(shape)} axes are over {_MOST_AXES}, or one is below 0")
+        size = math.prod(shape)
+        if len(array.data) - head.tell() != dtype.itemsize * size:
+            raise Refused(f"shape {shape} does not fill its {len(array.data)} bytes")
+        if not size:
+            return np.zeros(shape, dtype)
+        return np.frombuffer(array.data, dtype, size, head.tell()).reshape(shape)
     except Exception as error:  # what NumPy's reader raises on made-up bytes has no end
-        raise Refused(f"an array cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _view(data: bytes) -> np.ndarray:
-    head = io.BytesIO(data)
-    first = np.lib.format.read_magic(head) == (1, 0)
-    read = np.lib.format.read_array_header_1_0 if first else _read_header_2_0
-    shape, fortran, dtype = read(head)
-    plain = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.isnative
-    if not plain or (fortran and len(shape) > 1):
-        raise Refused(f"an array of type {dtype} or order Fortran is not accepted")
-    if len(shape) > _MOST_AXES or any(length < 0 for length in shape):
-        raise Refused(f"an array has shape {shape[:_MOST_AXES]}, at most {_MOST_AXES} axes of >= 0")
-    size = math.prod(shape)
-    if len(data) - head.tell() != dtype.itemsize * size:
-        raise Refused(f"an array of shape {shape} does not fill its {len(data)} bytes")
-    if not size:
-        return np.zeros(shape, dtype)
-    return np.frombuffer(data, dtype, size, head.tell()).reshape(shape)
+        raise Refused(f"an array cannot be read: {error}") from error
 
 
 def _read_header_2_0(head: io.BytesIO) -> Any:
@@ -294,16 +288,13 @@ def _named(fields: tuple[str, ...]) -> Any:
 
 
 def number(record: Mapping[str, Any], key: str, *, least: float = -math.inf) -> float:
-    """Return a finite number of a record, or say what is wrong with it.
-
-    One that counts something, and so has a least of 0 or more, must be fit for sums.
-    """
+    """Return a finite number of a record, or say what is wrong with it."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise Refused(f"{key} is {value!r}, expected a finite number")
     if value < least:
         raise Refused(f"{key} is {value}, expected at least {least:g}")
-    if least >= 0 and value > _MOST:
+    if least >= 0 and value > _MOST:  # it counts something, and is added up
         raise Refused(f"{key} is {value:g}, expected at most {_MOST:g}")
     return value
 
