@@ -17,6 +17,7 @@ from flwr.app import ArrayRecord, Context, RecordDict
 from fedbasin.core.expressions import parse
 from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.state import same
+from fedbasin.deploy import FedbasinStrategy
 from fedbasin.deploy.keep import OwnState
 from fedbasin.deploy.wire import Refused
 from fedbasin.testing import toy_federation
@@ -110,8 +111,17 @@ def test_the_folder_of_another_method_is_refused(tmp_path):
     federation = federation_of("fedavg")
     start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
     other = federation_of("wima(window=2)")
-    with pytest.raises(RecordError, match="holds a run of fedavg, this is wima"):
+    with pytest.raises(RecordError, match="holds a run of method fedavg, this is wima"):
         start(other, LocalGrid(app_for(other), 6), tmp_path)
+
+
+def test_the_folder_of_another_seed_is_refused(tmp_path):
+    federation = federation_of("fedavg")
+    start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
+    other = FedbasinStrategy("fedavg", seed=7, folder=tmp_path, net=federation.test.net)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    with pytest.raises(RecordError, match="seed 0, this is 7; give the same seed or choose"):
+        other.start(LocalGrid(app_for(federation), 6), arrays, num_rounds=2, timeout=0.5)
 
 
 def test_checkpoints_come_every_k_rounds(tmp_path):

@@ -1,7 +1,8 @@
 """Which node is which client.
 
 Flower's node ids are new in every run, so they can neither be drawn by seed nor remembered.
-Clients are known by their partition id: every new node is asked once who it is.
+Clients are known by their partition id: every new node is asked who it is, and asked again
+after ever longer pauses until it has said so.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.wire import Refused, fault, number, the_record
 
 ASK = "fedbasin-ask"  # the key that says what a query is about
+_LONGEST_PAUSE = 600.0  # seconds until a node that did not say who it is is asked again
 _log = logging.getLogger("flwr")
 
 
@@ -34,6 +36,7 @@ class Seat:
     client: int  # partition id
     examples: int
     counts: tuple[int, ...] = ()  # rows by class, where clients show them
+    total: int = 0  # how many clients it counts
 
 
 @dataclass
@@ -52,13 +55,19 @@ class Clients:
     total: int = 0  # how many clients there are in all, N
     anonymous: bool = False  # whether nodes do not say who they are
     _seats: dict[int, Seat] = field(default_factory=dict)  # by node
-    _ignored: set[int] = field(default_factory=set)
+    _ignored: set[int] = field(default_factory=set)  # nodes that said what cannot be
+    _open: dict[str, int] = field(default_factory=dict)  # questions without an answer, by message
+    _pause: dict[int, tuple[float, float]] = field(default_factory=dict)  # when to ask, then wait
+    _nameless: dict[int, str] = field(default_factory=dict)  # nodes that cannot say, and why
+    _silent: set[int] = field(default_factory=set)  # nodes that left a message unanswered
 
-    def wait(self, least: int) -> dict[int, int]:
-        """Return the node of every client that is online and holds data, once there are enough."""
+    def wait(self, least: int, *, empty: bool = False) -> dict[int, int]:
+        """Return the nodes that `online` does, once there are enough."""
         began = time.monotonic()
         said = -10.0
-        while len(found := self.online()) < least:
+        while len(found := self.online(empty=empty)) < least:
+            if self._number_all(least):
+                continue
             waited = time.monotonic() - began
             if waited > self.patience:
                 raise TooFewNodes(
@@ -75,15 +84,20 @@ class Clients:
             time.sleep(1)
         return found
 
-    def online(self) -> dict[int, int]:
-        """Return the node of every client that is online and holds data."""
+    def online(self, *, empty: bool = False) -> dict[int, int]:
+        """Return the node of every client that is online and holds data, or is `empty`."""
         nodes = list(self.mail.grid.get_node_ids())
+        listed = set(nodes)
         new = [n for n in nodes if n not in self._seats and n not in self._ignored]
         if new:
-            self._ask(new)
+            self._ask(new, listed)
         # A client that came back has a new node: the one that was seen last speaks for it.
-        seats = {n: s for n, s in self._seats.items() if n in set(nodes)}
-        return {s.client: n for n, s in seats.items() if s.examples > 0}
+        seats = {n: s for n, s in self._seats.items() if n in listed}
+        return {s.client: n for n, s in seats.items() if empty or s.examples > 0}
+
+    def heard(self, node: int, *, answered: bool) -> None:
+        """Note whether a node answered: one that did not may lose its seat to another."""
+        (self._silent.discard if answered else self._silent.add)(node)
 
     def client(self, node: int) -> int | None:
         """Return the client of a node."""
@@ -126,7 +140,7 @@ class Clients:
 
     def class_counts(self) -> Tensor:
         """Wait for all clients and return their rows by class [N, classes], as they show them."""
-        self.wait(self.total)
+        self.wait(self.total, empty=True)
         _log.warning("The server sees every client's class counts: the method asks for them")
         known = {seat.client: seat.counts for seat in self._seats.values()}
         missing = [client for client in range(self.total) if not known.get(client)]
@@ -138,33 +152,66 @@ class Clients:
             )
         return torch.tensor([known[client] for client in range(self.total)])
 
-    def _ask(self, nodes: list[int]) -> None:
-        """Ask new nodes who they are; where none can say, number them as they come."""
+    def _ask(self, nodes: list[int], listed: set[int]) -> None:
+        """Ask nodes who they are where it is time to, and take what was answered since.
+
+        Only new nodes are waited for; an answer that takes longer is taken at a later look.
+        """
         config = ConfigRecord({ASK: "who", "class-counts": self.counts})
-        query = RecordDict({"config": config})
-        messages = [Message(query, node, MessageType.QUERY, ttl=self.patience) for node in nodes]
-        answers: dict[int, Seat] = {}
-        failed: dict[int, str] = {}
-
-        def gave_up(node: int, reason: str) -> None:
-            failed[node] = reason
-
-        sent = self.mail.send(messages)
-        for reply in self.mail.replies(sent, self.patience, gave_up):
+        query, now = RecordDict({"config": config}), time.monotonic()
+        due = [n for n in nodes if self._pause.get(n, (0.0, 0.0))[0] <= now]
+        new = any(n not in self._pause for n in due)
+        messages = [Message(query, node, MessageType.QUERY, ttl=self.patience) for node in due]
+        asked = set(nodes)
+        sent = {i: n for i, n in self._open.items() if n in asked} | self.mail.send(messages)
+        there = listed - self._silent
+        held = {s.client: n for n, s in self._seats.items() if n in there}
+        answered, nameless = set(), []
+        # Half of the patience is left to ask again those whose message was lost.
+        waits = self.patience / 2 if new else 0.0
+        for reply in self.mail.replies(sent, waits, lambda node, reason: None):
+            answered.add(reply.metadata.reply_to_message_id)
             node = sent[reply.metadata.reply_to_message_id]
             try:
+                if node in self._seats:
+                    continue  # it was asked twice, and both answers came now
                 if reply.has_error():
-                    raise Refused(fault(reply))
-                answers[node] = self._seat(the_record(reply.content, MetricRecord))
+                    self._nameless[node] = fault(reply)
+                    nameless.append(node)
+                else:
+                    seat = self._seat(the_record(reply.content, MetricRecord))
+                    nameless += self._sit(node, seat, held)
             except Refused as reason:
-                failed[node] = str(reason)
-        if self.anonymous or (failed and not answers and not self._seats):
-            self._number(nodes, failed)
-            return
-        self._seats |= answers
-        for node, why in failed.items():
-            self._ignored.add(node)
-            _log.warning("node %d does not say which client it is, and is left out: %s", node, why)
+                self._ignored.add(node)
+                _log.warning("node %d is left out, for what it says of itself: %s", node, reason)
+        self._open = {i: n for i, n in sent.items() if i not in answered}
+        for message_id in self._open:  # still waited for, so its answer is no late reply
+            self.mail.late.pop(message_id, None)
+        if self.anonymous:
+            self._number(nameless)
+        for node in due:
+            pause = 2 * self._pause.get(node, (0.0, 0.5))[1]
+            self._pause[node] = (time.monotonic() + pause, min(pause, _LONGEST_PAUSE))
+            if node not in self._seats and node not in self._ignored and not self.anonymous:
+                why = self._nameless.get(node, "no answer yet, or another has its place")
+                _log.warning("node %d does not say which client it is: %s", node, why)
+
+    def _sit(self, node: int, seat: Seat, held: dict[int, int]) -> list[int]:
+        """Give a node its seat unless another holds it; return who had it only by a number."""
+        self.total = self.total or seat.total
+        holder = held.get(seat.client)
+        if holder is not None and holder not in self._nameless:
+            _log.warning(
+                "node %d says it is client %d, as node %d does: it is left out while that one is "
+                "connected; give every SuperNode a partition-id of its own",
+                *(node, seat.client, holder),
+            )
+            return []
+        self._nameless.pop(node, None)
+        self._seats[node], held[seat.client] = seat, node
+        if holder is not None:
+            del self._seats[holder]
+        return [] if holder is None else [holder]
 
     def _seat(self, facts: Any) -> Seat:
         total = int(number(facts, "num-partitions", least=1))
@@ -173,30 +220,36 @@ class Clients:
             raise Refused(f"it counts {total} clients, the others {self.total}")
         if client >= total:
             raise Refused(f"partition-id {client} is not below num-partitions {total}")
-        self.total = total
         counts = facts.get("class-counts", [])
         if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
             raise Refused("class-counts must be whole numbers of at least 0")
-        return Seat(client, int(number(facts, "num-examples", least=0)), tuple(counts))
+        return Seat(client, int(number(facts, "num-examples", least=0)), tuple(counts), total)
 
-    def _number(self, nodes: Iterable[int], failed: dict[int, str]) -> None:
+    def _number_all(self, least: int) -> bool:
+        """Where as many nodes as are needed are there and none says who it is, number them."""
+        listed = set(self.mail.grid.get_node_ids())
+        nodes = [node for node in self._nameless if node in listed]
+        if self.anonymous or self._seats or len(nodes) < max(least, 1):
+            return False
+        self.anonymous, self.total = True, len(nodes)
+        _log.warning(
+            "No node says which client it is, so they are numbered as they come, and cohorts "
+            "cannot be repeated by seed; fedbasin's ClientApp answers. (%s)",
+            self._nameless[nodes[0]],
+        )
+        self._number(nodes)
+        return True
+
+    def _number(self, nodes: Iterable[int]) -> None:
         """Give nodes that cannot say who they are the numbers that are free."""
-        if not self.anonymous:
-            self.anonymous, self.total = True, len(failed)
-            _log.warning(
-                "No node says which client it is, so they are numbered as they come, and cohorts "
-                "cannot be repeated by seed; fedbasin's ClientApp answers. (%s)",
-                next(iter(failed.values())),
-            )
         online = set(self.mail.grid.get_node_ids())
         taken = {seat.client for node, seat in self._seats.items() if node in online}
         free = iter(sorted(set(range(self.total)) - taken))
         for node in sorted(nodes):
             client = next(free, None)
             if client is None:
-                self._ignored.add(node)
                 _log.warning(
-                    "node %d joins beyond the %d counted, and is left out", node, self.total
+                    "node %d joins beyond the %d counted, and waits for a place", node, self.total
                 )
             else:
                 self._seats[node] = Seat(client, 1)

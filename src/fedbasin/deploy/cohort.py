@@ -92,6 +92,7 @@ class Cohort:
         sent = mail.send(messages)
         while True:
             yield from mail.replies(sent, self.timeout, self._gave_up)
+            self._outvote()
             missing = self.least - len(self.collector.numbers)
             if missing <= 0:
                 return
@@ -119,6 +120,8 @@ class Cohort:
         for reply in replies:
             node = reply.metadata.src_node_id
             client = self.clients.client(node)
+            raised = reply.has_error() and reply.error.code in _CLIENT_FAULTS
+            self.clients.heard(node, answered=raised or not reply.has_error())
             try:
                 if reply.has_error():
                     self._error(client, node, reply)
@@ -129,6 +132,7 @@ class Cohort:
             except Refused as reason:
                 self.refuse(client, node, str(reason))
             del reply  # or two models would be in memory while the next one arrives
+        self._outvote()
 
     def refuse(self, client: int | None, node: int, reason: str) -> None:
         """Count and name a reply that is not used; its client is not asked again this round."""
@@ -136,6 +140,12 @@ class Cohort:
         self.tally.refuse(self.round, client, node, reason)
         if client is not None and client not in self.collector.clients:
             self._failed.add(client)
+
+    def _outvote(self) -> None:
+        """Refuse reports unlike most: only together do replies show how a report is shaped."""
+        why = "its report is shaped unlike the other clients'"
+        for client in self.collector.outvoted():
+            self.refuse(client, self.asked[client], why)
 
     def late(self, node: int) -> None:
         """Count and name a reply to an earlier round; its client may answer this one."""
@@ -152,7 +162,8 @@ class Cohort:
     def _again(self, missing: int) -> list[Message]:
         """Return messages to clients in place of those that did not answer."""
         online = self.clients.online()
-        free = [c for c in online if c not in self.collector.clients | self._failed]
+        done = self.collector.clients | self._failed
+        free = [c for c in online if c not in done]
         chosen = sorted(free, key=lambda client: (client not in self.asked, client))[:missing]
         if chosen:
             _log.info("round %d: asking clients %s for what is missing", self.round, chosen)
@@ -161,6 +172,7 @@ class Cohort:
 
     def _gave_up(self, node: int, reason: str) -> None:
         client = self.clients.client(node)
+        self.clients.heard(node, answered=False)
         _log.warning(
             "round %d: no reply from client %s (node %d): %s", self.round, client, node, reason
         )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fedbasin.core.method import Context, Method, ReplyError
 from fedbasin.core.record import RoundRecord
+from fedbasin.core.tree import tensors
+from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.deploy.replies import Collected, Guard, guarded
 from fedbasin.sim.evaluate import Examiner
 from fedbasin.sim.rounds import BufferPolicy, Server, notes_of
 
 _PIECE = 1 << 18  # elements that are looked at together
+_log = logging.getLogger("flwr")
 Say = Callable[[int, str], None]  # a client and why it is named
 
 
@@ -46,25 +51,40 @@ class Merger:
     ) -> tuple[Server, RoundRecord]:
         """Return the server with the merged model, and what the record says of the merge.
 
-        Replies were checked one by one as they came in.
+        Replies were checked one by one as they came in. Where they make no model together, the
+        server stays as it is, and the record notes ``merge_refused``.
         """
-        replies = collected.replies
+        replies, far = collected.replies, set()
         if self.guard is not None:
-            replies, far = guarded(replies, server.send, self.guard)
-            for client, reason in far:
+            replies, named = guarded(replies, server.send, self.guard)
+            for client, reason in named:
+                far.add(client)
                 say(client, f"{reason}: {self.guard.action}ped")
-        buffers = server.buffers if self.buffers == "keep" else collected.buffers
+        # A far update's statistics and loss are not to be trusted either, clipped or not.
+        clients = collected.replies.clients
+        near = torch.tensor([c not in far for c in clients.tolist()], device=clients.device)
+        share = shares(collected.replies.weights[near])
+        loss = float(share @ collected.losses[near])
+        mean = weighted_mean(collected.statistics[near], share)
+        buffers = server.buffers if self.buffers == "keep" else mean
         if isinstance(context.proxy, Examiner):
             context = replace(context, proxy=replace(context.proxy, buffers=buffers))
-        served, state = self.method.aggregate(server.state, server.send, replies, context)
+        # What rules report has any shape that most clients agree on, so anything may come of it.
+        faults = Exception if tensors(replies.reports) else ReplyError
+        try:
+            served, state = self.method.aggregate(server.state, server.send, replies, context)
+            for values in (served.send, served.score, buffers):
+                if not values.sum().isfinite():
+                    raise ReplyError("the mean of finite replies is not finite")
+        except faults:
+            _log.exception("round %d: %s refuses it and keeps its model", server.round, self.method)
+            return server, RoundRecord(server.round, train_loss=loss, notes={"merge_refused": 1.0})
         if self.recalibrate is not None and self.buffers == "recalibrate" and buffers.numel():
             buffers = self.recalibrate(served.score, buffers)
-        if not (served.send.sum().isfinite() and served.score.sum().isfinite()):
-            raise ReplyError(f"{self.method} made a model that is not finite of finite replies")
         after = Server(server.round, served.send, served.score, buffers, state)
         record = RoundRecord(
             round=after.round,
-            train_loss=collected.train_loss,
+            train_loss=loss,
             update_norm=_distance(after.send, server.send),
             model_norm=float(after.score.norm()),
             notes=notes_of(served),

@@ -38,7 +38,7 @@ _log = logging.getLogger("flwr")
 def gather_private(clients: Clients, key: Key, classes: int) -> PrivateCounts:
     """Return the sum of all class counts and each client's score: the server's part."""
     total = gather(clients, key, classes)
-    nodes = clients.wait(clients.total)
+    nodes = clients.wait(clients.total, empty=True)
     told = _ask(clients, nodes, {ASK: "score", "total": total})
     scores = [number(told[client], "score") for client in range(clients.total)]
     rows = [clients.examples(client) for client in range(clients.total)]
@@ -49,7 +49,7 @@ def gather_private(clients: Clients, key: Key, classes: int) -> PrivateCounts:
 
 def gather(clients: Clients, key: Key, classes: int) -> list[int]:
     """Return how many rows of each class the clients hold together: the server's part."""
-    nodes = clients.wait(clients.total)
+    nodes = clients.wait(clients.total, empty=True)
     holder = draw_holders(sorted(nodes), 1, key)[0]
     public = _bytes(_ask(clients, {holder: nodes[holder]}, {ASK: "keys"})[holder], "public")
     sent = _ask(clients, nodes, {ASK: "encrypt", "public": public})
@@ -57,7 +57,8 @@ def gather(clients: Clients, key: Key, classes: int) -> list[int]:
     total = add_counts(public, messages, classes)
     question = {ASK: "decrypt", "sum": total, "classes": classes, "rows": clients.rows()}
     found = _ask(clients, {holder: nodes[holder]}, question)[holder].get("total")
-    if not isinstance(found, list) or len(found) != classes:
+    whole = isinstance(found, list) and all(isinstance(n, int) for n in found)
+    if not isinstance(found, list) or not whole or len(found) != classes:
         raise Refused(f"client {holder} opened the sum of {classes} classes as {found!r}")
     _log.info("Class counts of all clients, opened by client %d: %s", holder, found)
     return [int(n) for n in found]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbasin.core.method import Plan, Replies
 from fedbasin.core.tree import flatten, stack
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting, shares
 from fedbasin.deploy.wire import Codec, Part, Refused, content_bytes, number, read_tree, the_record
 
 _log = logging.getLogger("flwr")
@@ -69,9 +69,8 @@ class Collected:
     """A round's replies as the method sees them."""
 
     replies: Replies
-    buffers: Tensor  # [Q] mean statistics
-    train_loss: float
-    models: int  # replies that went in
+    statistics: Tensor  # [C, Q]
+    losses: Tensor  # [C] mean over local training
 
 
 @dataclass
@@ -121,6 +120,16 @@ class Collector:
         self.bytes_up += content_bytes(reply.content)
         self.numbers.append(numbers)
 
+    def outvoted(self) -> list[int]:
+        """Drop the replies whose report is shaped unlike most, and return whose they were."""
+        shapes = [_shape(reports) for _, _, reports in self._models]
+        usual = Counter(shapes).most_common(1)
+        odd = [i for i, shape in enumerate(shapes) if shape != usual[0][0]]
+        clients = [self.numbers[i].client for i in odd]
+        for i in reversed(odd):
+            del self._models[i], self.numbers[i]
+        return clients
+
     def finish(self, server: Tensor) -> Collected:
         """Return the replies in the order of client ids, as a matrix or as one mean; once only."""
         order = sorted(range(len(self.numbers)), key=lambda i: self.numbers[i].client)
@@ -140,14 +149,15 @@ class Collector:
             lengths=column("length"),
             last_loss=column("last_loss", server.dtype),
         )
-        loss = float(shares(replies.weights) @ column("mean_loss"))
+        losses = column("mean_loss")
         if self.stream is not None:
             assert self._total is not None
             (vector, buffers), self._total = self._total, None  # the caller's alone from now on
             vector /= self._counted[0]
             buffers /= max(self._counted[1], 1e-300)
             one = replace(replies.averaged(self.stream), models=vector.to(server.device)[None])
-            return Collected(one, buffers.to(server.device), loss, len(numbers))
+            loss = (shares(replies.weights) @ losses)[None]
+            return Collected(one, buffers.to(server.device)[None], loss)
         models, self._models = [self._models[i] for i in order], []
         statistics = torch.stack([m[1] for m in models]).to(server.device)
         replies = replace(
@@ -155,8 +165,7 @@ class Collector:
             models=torch.stack([m[0] for m in models]).to(server.device),
             reports=stack([m[2] for m in models]),
         )
-        buffers = weighted_mean(statistics, shares(replies.weights))
-        return Collected(replies, buffers, loss, len(numbers))
+        return Collected(replies, statistics, losses)
 
     def _add(self, parts: list[Part], weight: float) -> None:
         if self._total is None:
@@ -193,7 +202,7 @@ class Collector:
         )
 
     def _reports(self, reply: Message) -> tuple[Any, ...]:
-        """Return what the client's rules report, shaped like the first reply's."""
+        """Return what the client's rules report."""
         if "report" not in reply.content:
             reports: Any = tuple(() for _ in range(self.rules))
         else:
@@ -203,16 +212,14 @@ class Collector:
             )
         if not isinstance(reports, tuple) or len(reports) != self.rules:
             raise Refused(f"it must report on {self.rules} client rules")
-        if self._models and _shape(reports) != _shape(self._models[0][2]):
-            raise Refused("its report is shaped unlike the other clients'")
         return reports
 
 
-def _shape(tree: Any) -> list[tuple[str, Any]]:
-    return [
+def _shape(tree: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(
         (path, (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf)
         for path, leaf in flatten(tree)
-    ]
+    )
 
 
 def guarded(

@@ -34,6 +34,7 @@ class Saved:
     name: str  # of the federation, by which clients know their own state again
     method: str
     seconds: float  # spent so far
+    seed: int
 
 
 class Journal:
@@ -43,13 +44,16 @@ class Journal:
         folder: where they go.
         every: save after every k rounds, and at the end.
         facts: what the summary says beside the measured numbers.
+        seed: of the run; a checkpoint of another one is not gone on from.
     """
 
-    def __init__(self, folder: Path | str | None, every: int, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path | str | None, every: int, facts: Mapping[str, Any], seed: int
+    ) -> None:
         if every < 1:
             raise ValueError(f"checkpoint_every must be at least 1, got {every}")
         self.folder = None if folder is None else RunFolder(Path(folder))
-        self.every, self.facts = every, dict(facts)
+        self.every, self.facts, self.seed = every, dict(facts), seed
         self.name = secrets.token_hex(8)
         self.records: list[RoundRecord] = []
         self._began, self._spent = time.monotonic(), 0.0
@@ -67,12 +71,14 @@ class Journal:
         if not self.folder.checkpoint.exists():
             self.folder.keep_rounds(0)
             return fresh
-        held = read(self.folder.checkpoint).get("method")
-        if held != method:
-            raise RecordError(
-                f"{self.folder.path} holds a run of {held}, this is {method}; choose another folder"
-            )
-        found: Saved = load(self.folder.checkpoint, Saved(fresh, "", "", 0.0))
+        held = read(self.folder.checkpoint)
+        for what, own in (("method", method), ("seed", self.seed)):
+            if held.get(what) != own:
+                raise RecordError(
+                    f"{self.folder.path} holds a run of {what} {held.get(what)}, this is {own}; "
+                    f"give the same {what} or choose another folder"
+                )
+        found: Saved = load(self.folder.checkpoint, Saved(fresh, "", "", 0.0, 0))
         self.name, self._spent, server = found.name, found.seconds, found.server
         if server.send.shape != fresh.send.shape:
             raise RecordError(
@@ -93,20 +99,20 @@ class Journal:
         self.folder.append(record)
         if not (last or record.round % self.every == 0):
             return False
-        save(self.folder.checkpoint, Saved(server, self.name, method, self.seconds()))
+        save(self.folder.checkpoint, Saved(server, self.name, method, self.seconds(), self.seed))
         return True
 
     def seconds(self) -> float:
         """Return how long the federation has run, over all its starts."""
         return self._spent + time.monotonic() - self._began
 
-    def finish(self, method: str, seed: int, refused: Mapping[str, int]) -> dict[str, Any]:
+    def finish(self, method: str, refused: Mapping[str, int]) -> dict[str, Any]:
         """Write and return the headline numbers."""
         scored = [r for r in self.records if r.accuracy is not None]
         last = scored[-1] if scored else None
         summary = self.facts | {
             "method": method,
-            "seed": seed,
+            "seed": self.seed,
             "executor": "flower",
             "status": "finished",
             "reason": None,

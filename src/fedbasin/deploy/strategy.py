@@ -140,7 +140,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.counts, self.classes = counts, classes or (test.classes if test else 0)
         self.merger = Merger(self.method, buffers, recalibrate, guard, test)
         self.stream, self.patience = stream, patience
-        self.journal = Journal(folder, checkpoint_every, dict(facts or {}))
+        self.journal = Journal(folder, checkpoint_every, facts or {}, seed)
         self.tally = Tally()
 
     def summary(self) -> None:
@@ -388,7 +388,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         return replace(record, seconds_evaluate=record.seconds_evaluate + spent)
 
     def _finish(self, result: Result) -> None:
-        summary = self.journal.finish(str(self.method), self.seed, self.tally.refused)
+        summary = self.journal.finish(str(self.method), self.tally.refused)
         self.journal.ship(result.arrays.to_torch_state_dict())
         _log.info("")
         _log.info("Strategy execution finished in %.2fs", summary["seconds"])

@@ -15,6 +15,7 @@ from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from keyword import iskeyword
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,8 @@ _NUMPY = "numpy.ndarray"  # how Flower names the only format that is read
 SKELETON = "skeleton"  # the key under which a tree's shape travels
 _STATISTICS = ("running_mean", "running_var")  # what BatchNorm calls its float buffers
 _DEEPEST, _LONGEST = 8, 1 << 16  # of a skeleton: levels, characters
+_MOST_AXES = 32  # of an array
+_MOST = 2.0**53  # of anything counted: beyond, sums are no longer whole numbers, or overflow
 
 
 class Refused(ValueError):
@@ -46,16 +49,19 @@ def read_array(array: Array) -> np.ndarray:
         first = np.lib.format.read_magic(head) == (1, 0)
         read = np.lib.format.read_array_header_1_0 if first else _read_header_2_0
         shape, fortran, dtype = read(head)
-    except (ValueError, EOFError, SyntaxError) as error:
+        plain = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.isnative
+        if not plain or (fortran and len(shape) > 1):
+            raise Refused(f"type {dtype} or order Fortran is not accepted")
+        if len(shape) > _MOST_AXES or any(length < 0 for length in shape):
+            raise Refused(f"its {len(shape)} axes are over {_MOST_AXES}, or one is below 0")
+        size = math.prod(shape)
+        if len(array.data) - head.tell() != dtype.itemsize * size:
+            raise Refused(f"shape {shape} does not fill its {len(array.data)} bytes")
+        if not size:
+            return np.zeros(shape, dtype)
+        return np.frombuffer(array.data, dtype, size, head.tell()).reshape(shape)
+    except Exception as error:  # what NumPy's reader raises on made-up bytes has no end
         raise Refused(f"an array cannot be read: {error}") from error
-    if dtype.kind not in "biuf" or not dtype.isnative or (fortran and len(shape) > 1):
-        raise Refused(f"an array of type {dtype} or order Fortran is not accepted")
-    size = math.prod(shape)
-    if len(array.data) - head.tell() != dtype.itemsize * size:
-        raise Refused(f"an array of shape {shape} does not fill its {len(array.data)} bytes")
-    if not size:
-        return np.zeros(shape, dtype)
-    return np.frombuffer(array.data, dtype, size, head.tell()).reshape(shape)
 
 
 def _read_header_2_0(head: io.BytesIO) -> Any:
@@ -152,6 +158,8 @@ class Codec:
                 values = self._values(record[name], name, shape)
                 if not all_finite(values):
                     raise Refused(f"{name} holds NaN or Inf")
+                if name.endswith("running_var") and values.size and values.min() < 0:
+                    raise Refused(f"{name} is {values.min():g} at its least, expected at least 0")
                 found.append(Part(layout is self.layout, layout.slices[name], values))
         return found
 
@@ -254,6 +262,8 @@ def read_tree(arrays: ArrayRecord, shape: ConfigRecord) -> Any:
     def scalar(value: Any, path: str) -> Any:
         if not (value is None or isinstance(value, bool | int | float | str)):
             raise Refused(f"{path} is a {type(value).__name__}, expected a number or text")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Refused(f"{path} is {value}, expected a finite number")
         return value
 
     try:
@@ -271,7 +281,8 @@ def read_tree(arrays: ArrayRecord, shape: ConfigRecord) -> Any:
 def _named(fields: tuple[str, ...]) -> Any:
     """Return a named tuple with these fields; a name that is no plain word is refused."""
     for name in fields:
-        if not name.isidentifier() or name.startswith("_") or len(name) > 64:
+        word = name.isascii() and name.isidentifier() and not iskeyword(name)
+        if not word or name.startswith("_") or len(name) > 64:
             raise Refused(f"a tree has a part called {name[:64]!r}")
     return namedtuple("Received", fields)
 
@@ -283,6 +294,8 @@ def number(record: Mapping[str, Any], key: str, *, least: float = -math.inf) -> 
         raise Refused(f"{key} is {value!r}, expected a finite number")
     if value < least:
         raise Refused(f"{key} is {value}, expected at least {least:g}")
+    if least >= 0 and value > _MOST:  # it counts something, and is added up
+        raise Refused(f"{key} is {value:g}, expected at most {_MOST:g}")
     return value
 
 

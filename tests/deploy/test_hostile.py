@@ -1,0 +1,198 @@
+"""Whatever one client sends ends as a refusal of that client; the federation goes on."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
+
+from deploy.test_refusals import CULPRIT, FIRST, changed, part, run, with_part
+from flwr.app import Array, ArrayRecord, ConfigRecord
+
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Context
+from fedbasin.core.rng import root
+from fedbasin.deploy.merge import Merger
+from fedbasin.deploy.replies import Collected, Guard
+from fedbasin.deploy.wire import (
+    SKELETON,
+    Codec,
+    Refused,
+    number,
+    read_array,
+    read_tree,
+    write_tree,
+)
+from fedbasin.sim.rounds import Server
+from fedbasin.testing import replies_of, toy_federation
+
+
+def stored(header: bytes, body: bytes = b"", version: int = 1) -> Array:
+    """An array with a header of one's own making."""
+    size = struct.pack("<H" if version == 1 else "<I", len(header) + 1)
+    data = b"\x93NUMPY" + bytes([version, 0]) + size + header + b"\n" + body
+    return Array(dtype="float32", shape=(1,), stype="numpy.ndarray", data=data)
+
+
+def shaped(shape: str, body: bytes = b"") -> Array:
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
+    return stored(header.encode(), body)
+
+
+ARRAYS = {
+    "negative axes": shaped("(-1, -1)", bytes(4)),
+    "none of very many": shaped(f"(0, {1 << 62})"),
+    "none of too many": shaped("(0, 99999999999999999999)"),
+    "seventy axes": shaped("(" + "1," * 70 + ")", bytes(4)),
+    "forty axes": shaped("(" + "1," * 40 + ")", bytes(4)),
+    "open brace": stored(b"{'descr': "),
+    "unhashable": stored(b"{[]: 1}"),
+    "nested": stored(b"(" * 4000 + b")" * 4000),
+    "not UTF-8": stored(b"\xff\xfe", version=2),
+    "long double": Array(np.zeros(3, np.longdouble)),
+}
+TREES = {
+    "keyword": '[{"class": {"=": 1}}]',
+    "None": '[{"None": {"=": 1}}]',
+    "two spellings": json.dumps([{"fi": {"=": 1}, "\ufb01": {"=": 2}}]),
+    "lone surrogate": '[{"\\ud800": null}]',
+    "NaN": '[{"a": {"=": NaN}}]',
+    "Inf": '[{"a": {"=": 1e999}}]',
+}
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+def test_an_array_of_any_bytes_is_refused_and_nothing_else(case):
+    with pytest.raises(Refused):
+        read_array(ARRAYS[case])
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_a_tree_of_any_names_is_refused_and_nothing_else(case):
+    with pytest.raises(Refused):
+        read_tree(ArrayRecord({}), ConfigRecord({SKELETON: TREES[case]}))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_broken_array_costs_one_client_its_round(stream):
+    def tamper(client, reply):
+        if client == CULPRIT:
+            reply.content["arrays"][FIRST] = ARRAYS["negative axes"]
+        return [reply]
+
+    strategy = run(tamper=tamper, stream=stream)
+    assert [r.replies for r in strategy.journal.records] == [5, 5]
+    assert all(why.startswith(f"client {CULPRIT}: ") for why in strategy.tally.refused)
+
+
+def test_rows_beyond_what_can_be_summed_are_refused():
+    assert number({"num-examples": 2**53}, "num-examples", least=0) == 2**53
+    strategy = run(tamper=lambda c, r: [changed(r, num_examples=1.7e308) if c == CULPRIT else r])
+    assert list(strategy.tally.refused) == [
+        f"client {CULPRIT}: num-examples is 1.7e+308, expected at most 9.0072e+15"
+    ]
+
+
+def test_a_negative_variance_is_refused():
+    def arrays(least):
+        return ArrayRecord(
+            {
+                "a.weight": Array(np.ones(2, np.float32)),
+                "b.running_mean": Array(np.full(2, -1, np.float32)),
+                "b.running_var": Array(np.array([1, least], np.float32)),
+            }
+        )
+
+    codec = Codec.of(arrays(0))
+    assert len(codec.parts(arrays(0))) == 3
+    with pytest.raises(Refused, match=r"b.running_var is -0.5 at its least"):
+        codec.parts(arrays(-0.5))
+
+
+class Change(NamedTuple):
+    """What scaffold's clients report, with another length."""
+
+    control: torch.Tensor
+
+
+def reporting(culprits, tree):
+    def tamper(client, reply):
+        if client in culprits:
+            reply.content["report"], reply.content["report-shape"] = write_tree(tree)
+        return [reply]
+
+    return tamper
+
+
+@pytest.mark.parametrize(
+    "tree", [((torch.zeros(3),),), (Change(torch.zeros(3, dtype=torch.float64)),)]
+)
+def test_the_first_to_answer_does_not_decide_how_reports_are_shaped(tree):
+    for culprit in range(6):  # one of them is the first
+        strategy = run("scaffold", reporting({culprit}, tree), rounds=1)
+        assert list(strategy.tally.refused) == [
+            f"client {culprit}: its report is shaped unlike the other clients'"
+        ]
+        assert strategy.journal.records[0].replies == 5
+
+
+def test_reports_that_are_all_wrong_cost_the_round_and_no_more(caplog):
+    strategy = run("scaffold", reporting(set(range(6)), ((torch.zeros(3),),)))
+    start = toy_federation(parse("fedavg", "method")).test.net.initial()[0]
+    assert torch.equal(strategy._server.send, start) and strategy._server.round == 2
+    assert [r.notes["merge_refused"] for r in strategy.journal.records] == [1, 1]
+    assert sum("keeps its model" in r.getMessage() for r in caplog.records) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_values_that_overflow_together_cost_the_round_and_no_more(stream):
+    rounds = []
+
+    def tamper(client, reply):
+        rounds.append(client)
+        if client in (2, 3) and len(rounds) <= 6:
+            values = part(reply)
+            values[...] = 1.7e308
+            with_part(reply, values)
+        return [reply]
+
+    strategy = run(tamper=tamper, stream=stream)
+    first, second = strategy.journal.records
+    assert first.notes == {"merge_refused": 1.0} and "merge_refused" not in second.notes
+    assert strategy._server.send.isfinite().all()
+    assert second.update_norm > 0
+
+
+@pytest.mark.parametrize("action", ["clip", "drop"])
+def test_a_far_update_brings_no_statistics_and_no_loss(action):
+    arrays = ArrayRecord(
+        {
+            "a.weight": Array(np.zeros(4, np.float32)),
+            "b.running_mean": Array(np.zeros(2, np.float32)),
+            "b.running_var": Array(np.ones(2, np.float32)),
+        }
+    )
+    codec = Codec.of(arrays)
+    vector, buffers = codec.read(arrays)
+    replies = replace(
+        replies_of(torch.tensor([[1.0] * 4, [1000.0] * 4, [1.0] * 4]), weights=[1, 5, 3]),
+        clients=torch.tensor([4, 7, 9]),
+    )
+    sent = torch.tensor([[1.0, 1, 2, 2], [1e6, 1e6, 50, 50], [3.0, 3, 4, 4]])
+    collected = Collected(replies, sent, torch.tensor([1.0, 9e9, 2.0], dtype=torch.float64))
+    named = []
+    merger = Merger(parse("fedavg", "method"), guard=Guard(5.0, action))
+    context = Context(codec.layout, 10, 1, root(0))
+    after, record = merger.merge(
+        Server(0, vector, vector, buffers, ()), collected, context, lambda c, why: named.append(c)
+    )
+    assert named == [7]
+    torch.testing.assert_close(after.buffers, torch.tensor([2.5, 2.5, 3.5, 3.5]))
+    assert record.train_loss == pytest.approx(1.75)

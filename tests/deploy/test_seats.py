@@ -1,0 +1,148 @@
+"""Which node is which client: nodes that come late, err, fall silent or claim another's place."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
+
+from deploy.grids import LocalGrid, app_for, strategy_for
+from flwr.app import ArrayRecord, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbasin.core.expressions import parse
+from fedbasin.deploy.clients import Clients, Seat
+from fedbasin.deploy.mail import Mailbox
+from fedbasin.sim.population import Population
+from fedbasin.testing import toy_federation
+
+
+def app():
+    return app_for(toy_federation(parse("fedavg", "method")))
+
+
+def foreign():
+    """An app of somebody else, which answers no queries."""
+    made = ClientApp()
+    made.train()(lambda message, context: Message(RecordDict(), reply_to=message))
+    return made
+
+
+class Late(LocalGrid):
+    """Nodes come one after another: one more with every third look."""
+
+    looks = 0
+
+    def get_node_ids(self):
+        self.looks += 1
+        return list(self.contexts)[: 1 + self.looks // 3]
+
+
+class Lossy(LocalGrid):
+    """The first message of all is lost, or answered by an error."""
+
+    error = None
+
+    def push_messages(self, messages):
+        first = not self.sent
+        ids = super().push_messages(messages)
+        if first:
+            lost = [Message(self.error, reply_to=messages[0])] if self.error else []
+            self._inbox[ids[0]] = lost
+        return ids
+
+
+class Hiccup(Late, Lossy):
+    """Both."""
+
+    error = Error(2, "OSError: data not mounted yet")
+
+
+def test_nodes_without_a_name_may_come_one_by_one():
+    clients = Clients(Mailbox(Late(foreign(), 6)), patience=9.0)
+    found = clients.wait(3)
+    assert clients.anonymous and clients.total == len(found) >= 3
+    assert sorted(found) == list(range(clients.total))
+
+
+def test_a_node_that_errs_at_first_does_not_make_all_nameless():
+    clients = Clients(Mailbox(Hiccup(app(), 6)), patience=20.0)
+    assert sorted(clients.wait(6)) == list(range(6))
+    assert not clients.anonymous and clients.total == 6
+
+
+def test_a_node_whose_question_was_lost_is_asked_again():
+    clients = Clients(Mailbox(Lossy(app(), 6)), patience=4.0)
+    assert len(clients.online()) == 5
+    assert len(clients.wait(6)) == 6
+    assert not clients._ignored and not clients.mail.late
+
+
+def test_an_answer_that_took_long_is_still_taken():
+    grid = Lossy(app(), 6)
+    clients = Clients(Mailbox(grid), patience=1.0)
+    assert len(clients.online()) == 5
+    ((message_id, node),) = clients._open.items()
+    (question,) = [m for m in grid.sent if m.metadata.message_id == message_id]
+    clients._pause[node] = (time.monotonic() + 99, 99)
+    grid._inbox[message_id] = [grid.app(question, grid.contexts[node])]
+    assert len(clients.online()) == 6 and len(grid.sent) == 6
+
+
+def test_a_node_with_a_name_takes_its_seat_among_nameless_ones():
+    grid = LocalGrid(foreign(), 3)
+    clients = Clients(Mailbox(grid), patience=5.0)
+    first = clients.wait(2)
+    assert clients.anonymous and clients.total == 3
+    del grid.contexts[first[0]]
+    grid.add(1, 7777)  # client 1 of 3, which is a number that a nameless node has
+    federation = toy_federation(parse("fedavg", "method"))
+    population = federation.executor.population
+    three = Population(population.inputs, population.labels, population.offsets[[0, 2, 4, 6]])
+    object.__setattr__(federation.executor, "population", three)
+    grid.app = app_for(federation)
+    found = clients.online()
+    assert found == {0: first[1], 1: 7777, 2: first[2]}
+    assert clients.client(7777) == 1 and clients.examples(1) == len(three.shard(1).labels)
+
+
+def test_a_second_node_of_one_client_waits_until_the_first_is_gone(caplog):
+    grid = LocalGrid(app(), 6)
+    clients = Clients(Mailbox(grid), patience=5.0)
+    first = clients.online()[2]
+    grid.add(2, 9999)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        assert clients.online()[2] == first
+    said = [r.getMessage() for r in caplog.records]
+    assert any(f"node 9999 says it is client 2, as node {first} does" in s for s in said)
+    del grid.contexts[first]
+    clients._pause.clear()
+    assert clients.online()[2] == 9999
+
+
+def test_clients_without_rows_have_a_seat_too():
+    federation = toy_federation(parse("fedwcm", "method"), rounds=1)
+    population = federation.executor.population
+    ends = population.offsets.copy()
+    ends[-2] = ends[-1]  # the last client holds nothing
+    bare = Population(population.inputs, population.labels, ends)
+    object.__setattr__(federation.executor, "population", bare)
+    strategy = strategy_for(federation, federation.method, patience=1.0)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    strategy.start(LocalGrid(app_for(federation), 6), arrays, num_rounds=1, timeout=0.5)
+    assert strategy._context.class_counts.sum(1).tolist() == np.diff(ends).tolist()
+    assert 5 not in strategy._clients.online() and 5 in strategy._clients.online(empty=True)
+
+
+def test_a_look_at_many_nodes_is_quick():
+    grid = LocalGrid(None, 0)
+    grid.contexts = dict.fromkeys(range(8000))
+    clients = Clients(Mailbox(grid), total=8000)
+    clients._seats = {node: Seat(node, 1) for node in range(8000)}
+    began = time.perf_counter()
+    assert len(clients.online()) == 8000
+    assert time.perf_counter() - began < 0.3  # seconds where a set is made for every seat
