@@ -6,11 +6,13 @@ from there on, beginning with the rounds of the method without (`Method.trunk`).
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedbasin.core.expressions import parse
+from fedbasin.core.lock import Busy
 from fedbasin.core.method import Method
 from fedbasin.core.record import RunFolder
 from fedbasin.experiment import Experiment, from_mapping
@@ -78,6 +80,9 @@ class Grid:
         """Write the lines of a run that has just ended, or remember why it failed."""
         if isinstance(outcome, Exception):
             self.failed.add(cell.path)
+        if isinstance(outcome, Busy):
+            logging.getLogger(__package__).warning("left to the process that is at it: %s", outcome)
+            return
         for task in self.tasks:
             if task.folder(self.out) != cell.path:
                 continue

@@ -111,6 +111,17 @@ class Federation:
         drawn = draw_cohort(self.participation, self.eligible, self.key, round)
         return drawn, drop_out(drawn, self.dropout, self.key.fold("dropout", round))
 
+    def snapshot_bytes(self) -> int:
+        """Return how many bytes the snapshots of a run take up, at most."""
+        if self.snapshots is None:
+            return 0
+        net, rounds = self.test.net, self.snapshots.rounds
+        vectors = 2 * len(rounds)  # score and send
+        if self.snapshots.clients:
+            vectors += sum(1 + len(self.cohort(round - 1)[1]) for round in rounds)
+        numbers = vectors * net.layout.size + len(rounds) * net.buffer_layout.size
+        return numbers * torch.empty((), dtype=net.dtype).element_size()
+
     def rounds_from(
         self, server: Server, states: ClientStates
     ) -> Iterator[tuple[Server, RoundRecord]]:
