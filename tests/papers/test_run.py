@@ -382,3 +382,17 @@ def test_a_cell_that_another_process_runs_is_left_to_it(invoke, tmp_path, caplog
     assert not (tmp_path / "runs/papers/results.jsonl").exists()
     assert invoke(*command).exit_code == 0
     assert len(read(tmp_path / "runs/papers/results.jsonl")) == 1
+
+
+def test_a_cell_that_ends_costs_no_look_at_the_settings_of_all(tmp_path, monkeypatch):
+    tasks, _ = tasks_of(ALIKE, ALIKE.rows, ALIKE.columns, [0, 1], device="cpu")
+    grid = Grid(tuple(tasks), tmp_path, tmp_path / "results.jsonl")
+    first, *_ = grid.waiting()
+    hashed = []
+    for module in ("grid", "run"):
+        module = f"fedbasin.papers.{module}.fingerprint"
+        monkeypatch.setattr(module, lambda experiment: hashed.append(experiment) or "")
+    grid.ended(first, ValueError("no luck"))
+    assert grid.waiting() and grid.unfinished() and grid.lines() == []
+    grid.collect()
+    assert hashed == []

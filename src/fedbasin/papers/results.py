@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 
 from fedbasin import data
 from fedbasin.core.expressions import fit, is_fit, type_name
+from fedbasin.core.lock import take
 from fedbasin.core.record import RoundRecord, RunFolder, rounds_to_target
 from fedbasin.data.sources import SOURCES
 from fedbasin.papers.grid import Task, experiment_of, fingerprint
@@ -57,9 +58,10 @@ class Result:
         return self.data_share < 0.99
 
     @property
-    def key(self) -> tuple[str, str, str, int, int, str]:
-        """What a second line of the same run would share."""
-        return self.table, self.row, self.column, self.seed, self.rounds, self.config
+    def key(self) -> tuple[str, str, str, int, int, str, str]:
+        """What a second line of the same run and score would share."""
+        cell = self.table, self.row, self.column
+        return *cell, self.seed, self.rounds, self.config, self.measure
 
 
 def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
@@ -121,22 +123,22 @@ def _rounded(score: float | None) -> float | None:
 
 
 def append(path: Path, result: Result) -> None:
-    """Add a line, unless it is there; it is on disk when this returns."""
-    if path.exists() and result.key in {line.key for line in read(path)}:
-        return
+    """Add a line, unless it is there; it is on disk when this returns.
+
+    A last line that a crash cut short is dropped: its run is over, so it is written again.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _cut_torn(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(result)) + "\n")
+    with path.open("a+b") as file:
+        take(file.fileno(), patient=True)  # another command may be adding its line
+        file.seek(0)
+        written = file.read()
+        whole = written[: written.rfind(b"\n") + 1]
+        if result.key in {line.key for line in parse(whole.decode(), str(path))}:
+            return
+        file.truncate(len(whole))
+        file.write(json.dumps(asdict(result)).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _cut_torn(path: Path) -> None:
-    """Drop a last line that a crash cut short; its run is over, so its line is written again."""
-    if path.exists():
-        written = path.read_bytes()
-        os.truncate(path, written.rfind(b"\n") + 1)
 
 
 def read(path: Path) -> list[Result]:
@@ -184,20 +186,17 @@ def shipped() -> tuple[Result, ...]:
 
 
 def fresh(table: Table, results: Iterable[Result]) -> list[Result]:
-    """Return a table's results whose settings are those that the table has now."""
+    """Return a table's results whose settings and score are those that the table has now."""
     rows = {row.name: row for row in table.rows}
     columns = {column.name: column for column in table.columns}
     kept = []
     for result in results:
         if result.table != table.name or result.row not in rows or result.column not in columns:
             continue
-        if result.config == _config_now(table, result):
+        row, column = rows[result.row], columns[result.column]
+        if result.measure != table.score_of(row, column).text:
+            continue
+        whole = experiment_of(table, row, column, seed=result.seed)
+        if result.config == fingerprint(replace(whole, rounds=result.rounds)):
             kept.append(result)
     return kept
-
-
-def _config_now(table: Table, result: Result) -> str:
-    row = next(row for row in table.rows if row.name == result.row)
-    column = next(column for column in table.columns if column.name == result.column)
-    whole = experiment_of(table, row, column, seed=result.seed)
-    return fingerprint(replace(whole, rounds=result.rounds))
