@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedbasin.core.record import RoundRecord
+from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import Experiment
 from fedbasin.papers import PaperError, Result, lines_of, load_table, results, table_names
 from fedbasin.papers.grid import experiment_of, fingerprint, tasks_of
@@ -216,11 +216,14 @@ def test_a_part_of_the_data_is_marked_and_never_judged():
     assert (found.ours, found.verdict) == ("60.00 (1 seed), on 50% of the data", "other data")
 
 
-def test_the_share_of_the_data_is_of_what_was_published(monkeypatch):
+def test_the_share_of_the_data_is_what_the_run_had_of_what_was_published(monkeypatch, tmp_path):
+    folder = RunFolder(tmp_path)
     half = SimpleNamespace(train=range(25_000), test=range(5_000))
     monkeypatch.setattr("fedbasin.data.load", lambda name, data_dir: half)
-    assert data_share("cifar100") == 0.5
-    assert data_share("hf:some/images") == 1  # nothing is known of it
+    assert data_share("cifar100", folder) == 0.5  # a run from before that was recorded
+    (tmp_path / "data.json").write_text('{"rows": 15000, "hash": ""}')
+    assert data_share("cifar100", folder) == 0.25
+    assert data_share("hf:some/images", folder) == 1  # nothing is known of it
 
 
 def test_full_length_runs_stand_before_reduced_ones():

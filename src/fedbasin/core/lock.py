@@ -20,16 +20,13 @@ class Busy(RecordError):
 
 
 def take(handle: int, *, patient: bool) -> None:
-    """Lock an open file until it is closed; one that is taken is waited for or `BlockingIOError`.
-
-    Where the file system knows no locks, the work goes on without.
-    """
+    """Lock an open file until it is closed; a taken one is waited for or `BlockingIOError`."""
     try:
         if fcntl is not None:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
     except BlockingIOError:
         raise
-    except OSError:
+    except OSError:  # the file system knows no locks: without, then
         return
 
 

@@ -68,13 +68,13 @@ def run(
         on_round: called with each round's record.
     """
     folder = RunFolder(Path(out))
-    _refuse_begun(folder)
+    _refuse_begun(folder, branch)
     experiment = experiment.resolved()
     with closing(_federation(experiment, folder, data_dir)) as federation:
         _announce_snapshots(federation, folder)
         folder.path.mkdir(parents=True, exist_ok=True)
         with alone_in(folder.path):
-            _refuse_begun(folder)  # another process may have been faster
+            _refuse_begun(folder, branch)  # another process may have been faster
             if branch is not None:
                 graft(federation, folder, RunFolder(branch.trunk), branch.round)
                 write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
@@ -82,11 +82,15 @@ def run(
             return _run(experiment, federation, folder, branching, on_round)
 
 
-def _refuse_begun(folder: RunFolder) -> None:
+def _refuse_begun(folder: RunFolder, branch: Branch | None) -> None:
     if folder.config.exists():
         raise RecordError(
             f"{folder.path} holds a run already; go on with it (fedbasin resume {folder.path}) or "
             "choose another folder"
+        )
+    if folder.checkpoint.exists() and branch is None:  # which would begin with its own
+        raise RecordError(
+            f"{folder.path} has no config.toml, but the checkpoint of a run; choose another folder"
         )
 
 
@@ -151,11 +155,9 @@ def _announce_snapshots(federation: Federation, folder: RunFolder) -> None:
             f"snapshots: {count} rounds take up to {size:,.0f} MB, {disk} has {free:,.0f} "
             "MB left; keep fewer rounds or write snapshots.clients = false"
         )
+    told = count, f"{size:,.1f}", folder.snapshots
     logging.getLogger(__package__).warning(
-        "snapshots: models of %d rounds take up to %s MB in %s",
-        count,
-        f"{size:,.1f}",
-        folder.snapshots,
+        "snapshots: models of %d rounds take up to %s MB in %s", *told
     )
 
 

@@ -23,6 +23,7 @@ from fedbasin.core.record import RoundRecord, RunFolder, rounds_to_target
 from fedbasin.data.sources import SOURCES
 from fedbasin.papers.grid import Task, experiment_of, fingerprint
 from fedbasin.papers.tables import PaperError, Score, Table, paper_names
+from fedbasin.sim.provenance import begun_on
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Result:
     rounds: int
     full_rounds: int
     shared_rounds: int  # the first of them, taken over from the run of a method that begins alike
-    data_share: float  # rows of the dataset at hand over those that were published
+    data_share: float  # rows of the dataset that it had over those that were published
     status: str
     config: str
     command: str
@@ -85,11 +86,19 @@ def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
     return 100 * fmean(scored) if scored else None
 
 
-def data_share(name: str, data_dir: Path | None = None) -> float:
-    """Return how much of a published dataset is at hand; a data folder may hold less of it."""
+def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> float:
+    """Return how much of a published dataset a run had; a data folder may hold less of it.
+
+    A run that does not say is taken to have had what is at hand.
+    """
     published = max((sum(source.rows or (0, 0)) for source in SOURCES.get(name, ())), default=0)
-    dataset = data.load(name, data_dir=data_dir)
-    return round((len(dataset.train) + len(dataset.test)) / published, 4) if published else 1.0
+    if not published:
+        return 1.0
+    rows = begun_on(folder).get("rows")
+    if rows is None:
+        dataset = data.load(name, data_dir=data_dir)
+        rows = len(dataset.train) + len(dataset.test)
+    return round(rows / published, 4)
 
 
 def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
@@ -107,7 +116,7 @@ def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
         rounds=task.experiment.rounds,
         full_rounds=task.full_rounds,
         shared_rounds=folder.read_branch().get("rounds", 0),
-        data_share=data_share(task.experiment.data.name, data_dir),
+        data_share=data_share(task.experiment.data.name, folder, data_dir),
         status=str(summary.get("status")),
         config=task.config,
         command=task.command,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -68,6 +68,7 @@ class Federation:
         client_archive: files for it beyond that.
         snapshots: which models are kept for analyses, and where.
         holdings: who holds what, for the record.
+        data: what tells this data from other (`provenance.identity`).
     """
 
     method: Method
@@ -88,6 +89,7 @@ class Federation:
     client_archive: Archive | None = None
     snapshots: Snapshots | None = None
     holdings: Holdings | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     def begin(self) -> tuple[Server, ClientStates]:
         """Return the server and the clients before the first round."""
