@@ -88,7 +88,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_a_finished_run_is_left_alone(f
 def test_a_checkpoint_without_its_settings_is_not_gone_on_from(tmp_path):
     run(replace(SMALL, rounds=1), tmp_path)
     (tmp_path / "config.toml").unlink()
-    with pytest.raises(RecordError, match=r"no config.toml, but the checkpoint.*another folder"):
+    with pytest.raises(RecordError, match=r"checkpoint without config.toml; choose another"):
         run(replace(SMALL, seed=5), tmp_path)
 
 

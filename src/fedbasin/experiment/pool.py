@@ -41,9 +41,8 @@ def outcomes(
     """
     if jobs == 1:
         for cell in layout:  # which grows on the way
-            outcome: dict[str, Any] | Exception
             try:
-                outcome = work(cell)
+                outcome: dict[str, Any] | Exception = work(cell)
             except Interrupted:
                 raise
             except Exception as error:

@@ -90,7 +90,7 @@ def _refuse_begun(folder: RunFolder, branch: Branch | None) -> None:
         )
     if folder.checkpoint.exists() and branch is None:  # which would begin with its own
         raise RecordError(
-            f"{folder.path} has no config.toml, but the checkpoint of a run; choose another folder"
+            f"{folder.path} has a checkpoint without config.toml; choose another folder"
         )
 
 
