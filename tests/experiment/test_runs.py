@@ -41,6 +41,7 @@ def test_a_run_learns_and_leaves_files_that_pandas_opens(finished):
     assert pandas.read_json(out / "summary.json", typ="series")["method"] == "fedavg"
     assert {p.name for p in out.iterdir()} == {
         "config.toml",
+        "data.json",
         "partition.csv",
         "rounds.jsonl",
         "summary.json",
@@ -82,6 +83,55 @@ def test_a_folder_that_holds_a_run_is_refused_and_a_finished_run_is_left_alone(f
     assert resume(out) == summary
     with pytest.raises(RecordError, match="no run"):
         resume(tmp_path)
+
+
+def test_a_checkpoint_without_its_settings_is_not_gone_on_from(tmp_path):
+    run(replace(SMALL, rounds=1), tmp_path)
+    (tmp_path / "config.toml").unlink()
+    with pytest.raises(RecordError, match=r"checkpoint without config.toml; choose another"):
+        run(replace(SMALL, seed=5), tmp_path)
+
+
+class Crash(BaseException):
+    pass
+
+
+def crash_at(round):
+    def crash(record):
+        if record.round == round:
+            raise Crash
+
+    return crash
+
+
+@pytest.mark.parametrize("other", ["rows", "labels", "who holds which"])
+def test_a_run_goes_on_with_the_data_it_was_begun_on_alone(other, tmp_path, monkeypatch):
+    with pytest.raises(Crash):
+        run(SMALL, tmp_path, on_round=crash_at(6))
+    whole = load("digits")
+    if other == "rows":
+        changed = replace(whole, train=whole.train.take(slice(0, 600)))
+    elif other == "labels":
+        test = replace(whole.test, labels=whole.test.labels[::-1].copy())
+        changed = replace(whole, test=test)
+    else:
+        changed = whole
+        text = (tmp_path / "config.toml").read_text()
+        (tmp_path / "config.toml").write_text(text.replace("alpha=0.3", "alpha=0.4"))
+    monkeypatch.setattr("fedbasin.data.load", lambda name, data_dir: changed)
+    with pytest.raises(RecordError, match=r"begun on other data: 1797 rows.*--data-dir"):
+        resume(tmp_path)
+    (tmp_path / "data.json").write_text("{")
+    with pytest.raises(RecordError, match=r"data.json is not JSON"):
+        resume(tmp_path)
+
+
+def test_a_run_from_before_data_was_recorded_resumes_and_claims_nothing(tmp_path):
+    with pytest.raises(Crash):
+        run(SMALL, tmp_path, on_round=crash_at(6))
+    (tmp_path / "data.json").unlink()
+    assert resume(tmp_path)["status"] == "finished"
+    assert not (tmp_path / "data.json").exists()
 
 
 def test_a_comparison_runs_each_cell_once(tmp_path):
@@ -266,16 +316,8 @@ def test_a_run_goes_on_from_another_ones_first_rounds(trunk, tmp_path):
 
 def test_a_branch_that_is_stopped_resumes_and_still_says_where_it_came_from(trunk, tmp_path):
     whole = run(LATE, tmp_path / "whole", branch=Branch(trunk, 5))
-
-    class Crash(BaseException):
-        pass
-
-    def crash(record):
-        if record.round == 9:
-            raise Crash
-
     with pytest.raises(Crash):
-        run(LATE, tmp_path / "branch", branch=Branch(trunk, 5), on_round=crash)
+        run(LATE, tmp_path / "branch", branch=Branch(trunk, 5), on_round=crash_at(9))
     said = (tmp_path / "branch/branch.json").read_text()
     (tmp_path / "branch/branch.json").write_text("[5]")
     with pytest.raises(RecordError, match=r"branch.json must hold one object"):
@@ -285,6 +327,17 @@ def test_a_branch_that_is_stopped_resumes_and_still_says_where_it_came_from(trun
     assert resumed["branch"] == whole["branch"]
     model = (tmp_path / "whole/model.safetensors").read_bytes()
     assert (tmp_path / "branch/model.safetensors").read_bytes() == model
+
+
+def test_a_branch_is_of_a_run_on_the_same_data(trunk, tmp_path, monkeypatch):
+    run(LATE, tmp_path / "same", branch=Branch(trunk, 5))
+    known = (trunk / "data.json").read_text()
+    assert (tmp_path / "same/data.json").read_text() == known
+    part = replace(load("digits"), train=load("digits").train.take(slice(0, 600)))
+    monkeypatch.setattr("fedbasin.data.load", lambda name, data_dir: part)
+    with pytest.raises(RecordError, match=f"{trunk} was begun on other data"):
+        run(LATE, tmp_path / "other", branch=Branch(trunk, 5))
+    assert not (tmp_path / "other/config.toml").exists()
 
 
 def test_a_branch_too_late_or_without_a_checkpoint_leaves_no_run(trunk, tmp_path):

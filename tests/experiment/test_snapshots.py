@@ -20,7 +20,6 @@ from fedbasin.core.state import StateError, read, same, save
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.experiment import ConfigError, build, from_mapping
 from fedbasin.experiment.config import override, read_config
-from fedbasin.experiment.runs import snapshot_bytes
 
 SMALL = Experiment(
     model="mlp(widths=(8,))",
@@ -69,7 +68,7 @@ def test_the_size_is_said_before_the_run_and_bounds_it(kept):
     federation = replace(
         build(SMALL), snapshots=Snapshots(out / "snapshots", frozenset((1, 2, 3, 5, 6)), True)
     )
-    assert snapshot_bytes(federation) == wanted
+    assert federation.snapshot_bytes() == wanted
     assert size == f"{wanted / 1e6:,.1f}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import stdev
@@ -11,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedbasin.core.record import RoundRecord
+from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import Experiment
-from fedbasin.papers import PaperError, Result, lines_of, load_table, table_names
+from fedbasin.papers import PaperError, Result, lines_of, load_table, results, table_names
 from fedbasin.papers.grid import experiment_of, fingerprint, tasks_of
 from fedbasin.papers.page import page
 from fedbasin.papers.results import append, data_share, fresh, parse, read, score_of, shipped
@@ -53,8 +54,9 @@ def line(row, column, seed, score, rounds=100, table=TABLE, **more):
     experiment = replace(experiment_of(table, *axes, seed=seed), rounds=rounds)
     given = {
         "table": table.name, "row": row, "column": column, "seed": seed, "score": score,
-        "measure": "accuracy", "rounds": rounds, "full_rounds": 100, "shared_rounds": 0,
-        "status": "finished", "data_share": 1.0, "config": fingerprint(experiment),
+        "measure": table.score_of(*axes).text, "rounds": rounds, "full_rounds": 100,
+        "shared_rounds": 0, "status": "finished", "data_share": 1.0,
+        "config": fingerprint(experiment),
         "command": "fedbasin", "commit": None, "device": "cpu", "versions": {"torch": "2"},
         "seconds": 1.0,
     }  # fmt: skip
@@ -214,11 +216,14 @@ def test_a_part_of_the_data_is_marked_and_never_judged():
     assert (found.ours, found.verdict) == ("60.00 (1 seed), on 50% of the data", "other data")
 
 
-def test_the_share_of_the_data_is_of_what_was_published(monkeypatch):
+def test_the_share_of_the_data_is_what_the_run_had_of_what_was_published(monkeypatch, tmp_path):
+    folder = RunFolder(tmp_path)
     half = SimpleNamespace(train=range(25_000), test=range(5_000))
     monkeypatch.setattr("fedbasin.data.load", lambda name, data_dir: half)
-    assert data_share("cifar100") == 0.5
-    assert data_share("hf:some/images") == 1  # nothing is known of it
+    assert data_share("cifar100", folder) == 0.5  # a run from before that was recorded
+    (tmp_path / "data.json").write_text('{"rows": 15000, "hash": ""}')
+    assert data_share("cifar100", folder) == 0.25
+    assert data_share("hf:some/images", folder) == 1  # nothing is known of it
 
 
 def test_full_length_runs_stand_before_reduced_ones():
@@ -247,6 +252,37 @@ def test_results_of_other_settings_are_left_out():
     assert fresh(TABLE, [old]) == [old]
     assert fresh(changed, [old]) == []
     assert fresh(TABLE, [replace(old, row="gone"), replace(old, table="x/table2")]) == []
+
+
+@pytest.mark.parametrize("score", ['kind = "accuracy_send"', "last = 3"])
+def test_results_of_another_score_are_left_out_and_its_line_is_added(score, tmp_path):
+    old = line("scaffold", "a", 0, 60.0)
+    changed = read_table(TOML.replace("[setup]", f"[score]\n{score}\n[setup]"), "x/table1")
+    new = line("scaffold", "a", 0, 50.0, table=changed)
+    assert fresh(changed, [replace(new, measure=old.measure), new]) == [new]
+    for result in (old, replace(old, measure=new.measure)):
+        append(tmp_path / "results.jsonl", result)
+    assert len(read(tmp_path / "results.jsonl")) == 2
+    tasks, _ = tasks_of(changed, changed.rows[1:], changed.columns[:1], [0])
+    assert tasks[0].key == new.key
+
+
+def test_two_commands_that_add_lines_at_once_keep_both(tmp_path, monkeypatch):
+    """A second command adds its line while the first one looks at what is there."""
+    path, parsed = tmp_path / "results.jsonl", results.parse
+    append(path, line("fedavg", "a", 0, 50.0))
+    second = threading.Thread(target=append, args=(path, line("fedavg", "a", 2, 52.0)))
+
+    def slow(*arguments):
+        if not second.ident:
+            second.start()
+            second.join(0.3)  # over by then where nothing makes it wait
+        return parsed(*arguments)
+
+    monkeypatch.setattr(results, "parse", slow)
+    append(path, line("fedavg", "a", 1, 51.0))
+    second.join()
+    assert [result.seed for result in read(path)] == [0, 1, 2]
 
 
 def test_lines_are_written_once_and_read_back(tmp_path):

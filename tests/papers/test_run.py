@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbasin.cli import app
+from fedbasin.core.lock import alone_in
 from fedbasin.core.record import RunFolder
 from fedbasin.experiment import from_mapping, run
 from fedbasin.experiment.config import override
@@ -367,3 +368,31 @@ def test_a_branch_does_without_a_trunk_that_failed(tmp_path):
     (late,) = grid.waiting()
     assert late.path == tasks[1].folder(tmp_path) and late.branch is None
     assert grid.waiting() == [] and len(grid.failures) == 1
+
+
+def test_a_cell_that_another_process_runs_is_left_to_it(invoke, tmp_path, caplog):
+    tasks, _ = tasks_of(TABLE, TABLE.rows[:1], TABLE.columns[:1], [0])
+    taken = tasks[0].folder(tmp_path / "runs/papers")
+    taken.mkdir(parents=True)
+    command = ("run", "x/table1", "--rows", "fedavg", "--columns", "digits", "--jobs", "1")
+    with alone_in(taken):
+        done = invoke(*command)
+    assert done.exit_code == 0, done.exception
+    assert "left to the process that is at it: another process is running" in caplog.text
+    assert not (tmp_path / "runs/papers/results.jsonl").exists()
+    assert invoke(*command).exit_code == 0
+    assert len(read(tmp_path / "runs/papers/results.jsonl")) == 1
+
+
+def test_a_cell_that_ends_costs_no_look_at_the_settings_of_all(tmp_path, monkeypatch):
+    tasks, _ = tasks_of(ALIKE, ALIKE.rows, ALIKE.columns, [0, 1], device="cpu")
+    grid = Grid(tuple(tasks), tmp_path, tmp_path / "results.jsonl")
+    first, *_ = grid.waiting()
+    hashed = []
+    for module in ("grid", "run"):
+        module = f"fedbasin.papers.{module}.fingerprint"
+        monkeypatch.setattr(module, lambda experiment: hashed.append(experiment) or "")
+    grid.ended(first, ValueError("no luck"))
+    assert grid.waiting() and grid.unfinished() and grid.lines() == []
+    grid.collect()
+    assert hashed == []

@@ -25,6 +25,7 @@ from fedbasin.sim.cohort import LADDER, CohortExecutor, Counters, Unsupported, r
 from fedbasin.sim.lane import Lane, Progress, cloned, in_place
 from fedbasin.sim.loop import Sent
 from fedbasin.sim.memory import client_bytes, free_bytes
+from fedbasin.sim.survey import gradients
 from fedbasin.sim.tracing import Compiled
 from fedbasin.testing import toy_federation
 
@@ -270,6 +271,30 @@ def test_a_memory_budget_cuts_the_cohort_into_even_chunks():
         torch.testing.assert_close(trained(tight, plan).replies.models, whole)
         assert tight._width(4, vector) == width
     assert free_bytes(torch.device("cpu")) > 2**20
+
+
+def test_a_probe_is_cut_into_the_chunks_of_training(monkeypatch):
+    loop, cohort = executors("mlp(widths=(4,))", (1, 2, 2))
+    sent, who = Sent(*loop.trainer.net.initial(), (), 0), np.array([3, 0, 2])
+    seen = []
+
+    def watched(trainer, population, clients, sent):
+        seen.append(clients.tolist())
+        if len(clients) > most:
+            raise torch.OutOfMemoryError("no room")
+        return gradients(trainer, population, clients, sent)
+
+    monkeypatch.setattr("fedbasin.sim.cohort.gradients", watched)
+    wanted, most = loop.probe(who, sent), 3
+    for chunk, cut in ((0, [[3, 0, 2]]), (2, [[3, 0], [2]]), (1, [[3], [0], [2]])):
+        seen.clear()
+        found = replace(cohort, chunk=chunk, counters=Counters()).probe(who, sent)
+        torch.testing.assert_close(found.gradients, wanted.gradients)
+        assert found.weights.tolist() == wanted.weights.tolist() and seen == cut
+    most = 1
+    with pytest.warns(UserWarning, match=r"ran out of memory; going on with [21]\b"):
+        found = replace(cohort, counters=Counters()).probe(who, sent)
+    torch.testing.assert_close(found.gradients, wanted.gradients)
 
 
 def test_bigger_networks_and_batches_take_more_memory():

@@ -1,6 +1,7 @@
 """The run folder: what a run leaves behind, in files that pandas opens.
 
     config.toml              every setting, resolved
+    data.json                how many rows the dataset had, and a hash that tells it from others
     partition.csv            who holds how many rows of each class
     rounds.jsonl             one line a round, flushed as it is written
     summary.json             the headline numbers
@@ -191,7 +192,7 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any]:
         """Read the headline numbers."""
         try:
-            return _read_object(self.summary)
+            return read_object(self.summary)
         except FileNotFoundError as error:
             raise RecordError(
                 f"{self.path} has no summary.json: the run has not finished; resume it with "
@@ -200,10 +201,11 @@ class RunFolder:
 
     def read_branch(self) -> dict[str, Any]:
         """Read which run the first rounds were taken from; empty where they were not."""
-        return _read_object(self.branch) if self.branch.exists() else {}
+        return read_object(self.branch) if self.branch.exists() else {}
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one object of JSON."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

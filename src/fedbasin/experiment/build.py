@@ -34,6 +34,7 @@ from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.sim.cohort import CohortExecutor, Unsupported
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.provenance import identity
 from fedbasin.sim.workers import WorkerExecutor
 
 
@@ -127,9 +128,8 @@ def build(
         inputs, labels = _on_device(part, device)
         return Examiner(net, inputs, labels, transform, rows.classes)
 
-    population = Population.of(
-        rows.splits.train.inputs, rows.splits.train.labels, rows.parts.clients, device
-    )
+    train = rows.splits.train
+    population = Population.of(train.inputs, train.labels, rows.parts.clients, device)
     proxy = examiner(rows.splits.proxy) if rows.splits.proxy is not None else None
     context = replace(
         _context(experiment, net, population, key),
@@ -164,6 +164,7 @@ def build(
         # Last: what starts processes does so once nothing else can be wrong.
         executor=pick_executor(experiment, trainer, population, key),
         holdings=Holdings(dataset.classes, population.class_counts(rows.classes).cpu().numpy()),
+        data=identity(dataset.train.labels, dataset.test.labels, rows.parts.clients),
     )
 
 

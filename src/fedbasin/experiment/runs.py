@@ -9,23 +9,24 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedbasin.core.archive import Archive
+from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.core.snapshot import Snapshots
-from fedbasin.experiment.apart import at_a_run, join_pool, said_once
+from fedbasin.experiment.apart import at_a_run, said_once
 from fedbasin.experiment.build import build, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
+from fedbasin.experiment.pool import outcomes
 from fedbasin.experiment.tensorboard import tensorboard_events
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
@@ -67,20 +68,30 @@ def run(
         on_round: called with each round's record.
     """
     folder = RunFolder(Path(out))
-    if folder.config.exists():
-        raise RecordError(
-            f"{out} holds a run already; go on with it (fedbasin resume {out}) or choose "
-            "another folder"
-        )
+    _refuse_begun(folder, branch)
     experiment = experiment.resolved()
     with closing(_federation(experiment, folder, data_dir)) as federation:
         _announce_snapshots(federation, folder)
         folder.path.mkdir(parents=True, exist_ok=True)
-        if branch is not None:
-            graft(federation, folder, RunFolder(branch.trunk), branch.round)
-            write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
-        write_atomically(folder.config, experiment.to_toml())
-        return _run(experiment, federation, folder, branching, on_round)
+        with alone_in(folder.path):
+            _refuse_begun(folder, branch)  # another process may have been faster
+            if branch is not None:
+                graft(federation, folder, RunFolder(branch.trunk), branch.round)
+                write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
+            write_atomically(folder.config, experiment.to_toml())
+            return _run(experiment, federation, folder, branching, on_round)
+
+
+def _refuse_begun(folder: RunFolder, branch: Branch | None) -> None:
+    if folder.config.exists():
+        raise RecordError(
+            f"{folder.path} holds a run already; go on with it (fedbasin resume {folder.path}) or "
+            "choose another folder"
+        )
+    if folder.checkpoint.exists() and branch is None:  # which would begin with its own
+        raise RecordError(
+            f"{folder.path} has a checkpoint without config.toml; choose another folder"
+        )
 
 
 def resume(
@@ -97,7 +108,7 @@ def resume(
     if folder.model.exists():
         return folder.read_summary()
     experiment = from_mapping(read_config(folder.config))
-    with closing(_federation(experiment, folder, data_dir)) as federation:
+    with alone_in(folder.path), closing(_federation(experiment, folder, data_dir)) as federation:
         return _run(experiment, federation, folder, branching, on_round)
 
 
@@ -132,37 +143,21 @@ def _federation(experiment: Experiment, folder: RunFolder, data_dir: Path | None
     return replace(federation, snapshots=snapshots)
 
 
-def snapshot_bytes(federation: Federation) -> int:
-    """Return how many bytes the snapshots of a run take up, at most."""
-    kept, test = federation.snapshots, federation.test
-    if kept is None:
-        return 0
-    number = torch.empty((), dtype=test.net.dtype).element_size()
-    vectors = 2 * len(kept.rounds)  # score and send
-    if kept.clients:
-        vectors += sum(1 + len(federation.cohort(round - 1)[1]) for round in kept.rounds)
-    return number * (
-        vectors * test.net.layout.size + len(kept.rounds) * test.net.buffer_layout.size
-    )
-
-
 def _announce_snapshots(federation: Federation, folder: RunFolder) -> None:
     """Say what snapshots will take up before the run, and refuse what cannot fit."""
     if federation.snapshots is None or not federation.snapshots.rounds:
         return
     disk = next(path for path in folder.path.absolute().parents if path.exists())
-    size, free = snapshot_bytes(federation) / 1e6, shutil.disk_usage(disk).free / 1e6
+    size, free = federation.snapshot_bytes() / 1e6, shutil.disk_usage(disk).free / 1e6
     count = len(federation.snapshots.rounds)
     if size > free:
         raise ConfigError(
             f"snapshots: {count} rounds take up to {size:,.0f} MB, {disk} has {free:,.0f} "
             "MB left; keep fewer rounds or write snapshots.clients = false"
         )
+    told = count, f"{size:,.1f}", folder.snapshots
     logging.getLogger(__package__).warning(
-        "snapshots: models of %d rounds take up to %s MB in %s",
-        count,
-        f"{size:,.1f}",
-        folder.snapshots,
+        "snapshots: models of %d rounds take up to %s MB in %s", *told
     )
 
 
@@ -256,74 +251,40 @@ def run_cells(
         jobs: processes at once, with one thread each; results do not depend on it.
         tensorboard: also write each round's numbers as TensorBoard's events.
         on_cell: called as a cell ends, with its summary or with what went wrong; the others then
-            go on. Without it the first error ends the comparison.
+            go on. Without it the first error ends the comparison, and cells that another process
+            is running do so when the others are over.
         more: called as a cell ends for the cells that could not begin before; they are added to
             the layout.
     """
     summaries: dict[Path, dict[str, Any]] = {}
+    busy: list[str] = []
+    work = partial(_run_watched if jobs == 1 else _run_apart, data_dir, tensorboard)
     with said_once() as folder:
-        for cell, outcome in _outcomes(layout, data_dir, jobs, tensorboard, more, folder):
+        for cell, outcome in outcomes(work, layout, jobs, more, folder):
             if on_cell is not None:
                 on_cell(cell, outcome)
+            elif isinstance(outcome, Busy):
+                busy.append(str(outcome))
             elif isinstance(outcome, Exception):
                 raise outcome
             if not isinstance(outcome, Exception):
                 summaries[cell.path] = outcome
+    if busy:
+        raise Busy("\n".join(busy))
     return [summaries[cell.path] for cell in layout if cell.path in summaries]
 
 
-def _outcomes(
-    layout: list[Cell],
-    data_dir: Path | None,
-    jobs: int,
-    tensorboard: bool,
-    more: More,
-    folder: Path,
-) -> Iterator[tuple[Cell, dict[str, Any] | Exception]]:
-    """Yield each cell as it ends, with its summary or its error."""
-    if jobs == 1:
-        for cell in layout:  # which grows on the way
-            outcome: dict[str, Any] | Exception
-            try:
-                outcome = _run_watched(cell, data_dir, tensorboard)
-            except Interrupted:
-                raise
-            except Exception as error:
-                outcome = error
-            yield cell, outcome
-            layout.extend(more())
-        return
-    spawn = get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, spawn, initializer=join_pool, initargs=(folder,))
-    try:
-        running: dict[Future[dict[str, Any]], Cell] = {}
-        begun = 0
-        while begun < len(layout) or running:
-            # No more at once than processes: what a pool holds ready, it runs after Ctrl-C too.
-            for cell in layout[begun : begun + jobs - len(running)]:
-                running[pool.submit(_run_apart, cell, data_dir, tensorboard)] = cell
-                begun += 1
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                failed = future.exception()
-                if isinstance(failed, Interrupted) or not isinstance(failed, Exception | None):
-                    raise failed
-                yield running.pop(future), failed or future.result()
-            layout.extend(more())
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _run_watched(cell: Cell, data_dir: Path | None, tensorboard: bool) -> dict[str, Any]:
+def _run_watched(data_dir: Path | None, tensorboard: bool, cell: Cell) -> dict[str, Any]:
     events = tensorboard_events(cell.path / "tensorboard") if tensorboard else nullcontext()
     with events as on_round:
         return run_cell(cell, data_dir, on_round)
 
 
-def _run_apart(cell: Cell, data_dir: Path | None, tensorboard: bool) -> dict[str, Any]:
+def _run_apart(data_dir: Path | None, tensorboard: bool, cell: Cell) -> dict[str, Any]:
     """Run a cell in a process of its own; what goes wrong comes back as text."""
     try:
         with at_a_run():
-            return _run_watched(cell, data_dir, tensorboard)
+            return _run_watched(data_dir, tensorboard, cell)
     except (ValueError, OSError, Interrupted):
         raise
     except Exception as error:

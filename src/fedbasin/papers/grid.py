@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,17 @@ class Task:
     experiment: Experiment
     full_rounds: int
 
-    @property
+    @cached_property
     def config(self) -> str:
         """A hash of every setting that can change the result."""
         return fingerprint(self.experiment)
 
     @property
-    def key(self) -> tuple[str, str, str, int, int, str]:
+    def key(self) -> tuple[str, str, str, int, int, str, str]:
         """What its line is found by."""
         cell = self.table.name, self.row.name, self.column.name
-        return *cell, self.seed, self.experiment.rounds, self.config
+        measure = self.table.score_of(self.row, self.column).text
+        return *cell, self.seed, self.experiment.rounds, self.config, measure
 
     @property
     def command(self) -> str:

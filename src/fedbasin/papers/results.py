@@ -18,10 +18,12 @@ from typing import Any, get_type_hints
 
 from fedbasin import data
 from fedbasin.core.expressions import fit, is_fit, type_name
+from fedbasin.core.lock import take
 from fedbasin.core.record import RoundRecord, RunFolder, rounds_to_target
 from fedbasin.data.sources import SOURCES
 from fedbasin.papers.grid import Task, experiment_of, fingerprint
 from fedbasin.papers.tables import PaperError, Score, Table, paper_names
+from fedbasin.sim.provenance import begun_on
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Result:
     rounds: int
     full_rounds: int
     shared_rounds: int  # the first of them, taken over from the run of a method that begins alike
-    data_share: float  # rows of the dataset at hand over those that were published
+    data_share: float  # rows of the dataset that it had over those that were published
     status: str
     config: str
     command: str
@@ -57,9 +59,10 @@ class Result:
         return self.data_share < 0.99
 
     @property
-    def key(self) -> tuple[str, str, str, int, int, str]:
-        """What a second line of the same run would share."""
-        return self.table, self.row, self.column, self.seed, self.rounds, self.config
+    def key(self) -> tuple[str, str, str, int, int, str, str]:
+        """What a second line of the same run and score would share."""
+        cell = self.table, self.row, self.column
+        return *cell, self.seed, self.rounds, self.config, self.measure
 
 
 def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
@@ -83,11 +86,19 @@ def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
     return 100 * fmean(scored) if scored else None
 
 
-def data_share(name: str, data_dir: Path | None = None) -> float:
-    """Return how much of a published dataset is at hand; a data folder may hold less of it."""
+def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> float:
+    """Return how much of a published dataset a run had; a data folder may hold less of it.
+
+    A run that does not say is taken to have had what is at hand.
+    """
     published = max((sum(source.rows or (0, 0)) for source in SOURCES.get(name, ())), default=0)
-    dataset = data.load(name, data_dir=data_dir)
-    return round((len(dataset.train) + len(dataset.test)) / published, 4) if published else 1.0
+    if not published:
+        return 1.0
+    rows = begun_on(folder).get("rows")
+    if rows is None:
+        dataset = data.load(name, data_dir=data_dir)
+        rows = len(dataset.train) + len(dataset.test)
+    return round(rows / published, 4)
 
 
 def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
@@ -105,7 +116,7 @@ def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
         rounds=task.experiment.rounds,
         full_rounds=task.full_rounds,
         shared_rounds=folder.read_branch().get("rounds", 0),
-        data_share=data_share(task.experiment.data.name, data_dir),
+        data_share=data_share(task.experiment.data.name, folder, data_dir),
         status=str(summary.get("status")),
         config=task.config,
         command=task.command,
@@ -121,22 +132,22 @@ def _rounded(score: float | None) -> float | None:
 
 
 def append(path: Path, result: Result) -> None:
-    """Add a line, unless it is there; it is on disk when this returns."""
-    if path.exists() and result.key in {line.key for line in read(path)}:
-        return
+    """Add a line, unless it is there; it is on disk when this returns.
+
+    A last line that a crash cut short is dropped: its run is over, so it is written again.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _cut_torn(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(result)) + "\n")
+    with path.open("a+b") as file:
+        take(file.fileno(), patient=True)  # another command may be adding its line
+        file.seek(0)
+        written = file.read()
+        whole = written[: written.rfind(b"\n") + 1]
+        if result.key in {line.key for line in parse(whole.decode(), str(path))}:
+            return
+        file.truncate(len(whole))
+        file.write(json.dumps(asdict(result)).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _cut_torn(path: Path) -> None:
-    """Drop a last line that a crash cut short; its run is over, so its line is written again."""
-    if path.exists():
-        written = path.read_bytes()
-        os.truncate(path, written.rfind(b"\n") + 1)
 
 
 def read(path: Path) -> list[Result]:
@@ -184,20 +195,17 @@ def shipped() -> tuple[Result, ...]:
 
 
 def fresh(table: Table, results: Iterable[Result]) -> list[Result]:
-    """Return a table's results whose settings are those that the table has now."""
+    """Return a table's results whose settings and score are those that the table has now."""
     rows = {row.name: row for row in table.rows}
     columns = {column.name: column for column in table.columns}
     kept = []
     for result in results:
         if result.table != table.name or result.row not in rows or result.column not in columns:
             continue
-        if result.config == _config_now(table, result):
+        row, column = rows[result.row], columns[result.column]
+        if result.measure != table.score_of(row, column).text:
+            continue
+        whole = experiment_of(table, row, column, seed=result.seed)
+        if result.config == fingerprint(replace(whole, rounds=result.rounds)):
             kept.append(result)
     return kept
-
-
-def _config_now(table: Table, result: Result) -> str:
-    row = next(row for row in table.rows if row.name == result.row)
-    column = next(column for column in table.columns if column.name == result.column)
-    whole = experiment_of(table, row, column, seed=result.seed)
-    return fingerprint(replace(whole, rounds=result.rounds))

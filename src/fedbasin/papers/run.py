@@ -6,11 +6,14 @@ from there on, beginning with the rounds of the method without (`Method.trunk`).
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
 
 from fedbasin.core.expressions import parse
+from fedbasin.core.lock import Busy
 from fedbasin.core.method import Method
 from fedbasin.core.record import RunFolder
 from fedbasin.experiment import Experiment, from_mapping
@@ -41,16 +44,20 @@ class Grid:
 
     def collect(self) -> None:
         """Write the lines of runs that are over already."""
-        for task in self.tasks:
-            path = task.folder(self.out)
-            if over(path):
+        written = {line.key for line in self._written()}
+        for path, tasks in self._by_path.items():
+            left = [task for task in tasks if task.key not in written]
+            for task in left if left and over(path) else ():
                 append(self.results, result_of(task, path, self.data_dir))
 
     def unfinished(self) -> dict[Path, Experiment]:
         """Return the runs that are not over and have a line to write, each once."""
         written = {line.key for line in self._written()}
-        paths = {task.folder(self.out): task for task in self.tasks if task.key not in written}
-        return {path: _as_begun(task, path) for path, task in paths.items() if not over(path)}
+        left: dict[Path, Experiment] = {}
+        for path, tasks in self._by_path.items():
+            if any(task.key not in written for task in tasks) and not over(path):
+                left[path] = _as_begun(tasks[0], path)
+        return left
 
     def waiting(self) -> list[Cell]:
         """Return the runs that can begin now and have not been returned before.
@@ -78,9 +85,10 @@ class Grid:
         """Write the lines of a run that has just ended, or remember why it failed."""
         if isinstance(outcome, Exception):
             self.failed.add(cell.path)
-        for task in self.tasks:
-            if task.folder(self.out) != cell.path:
-                continue
+        if isinstance(outcome, Busy):
+            logging.getLogger(__package__).warning("left to the process that is at it: %s", outcome)
+            return
+        for task in self._by_path.get(cell.path, ()):
             if isinstance(outcome, Exception):
                 self.failures[task.command] = f"{type(outcome).__name__}: {outcome}"
             else:
@@ -90,6 +98,13 @@ class Grid:
         """Return the lines that belong to the tasks."""
         asked = {task.key for task in self.tasks}
         return [line for line in self._written() if line.key in asked]
+
+    @cached_property
+    def _by_path(self) -> dict[Path, list[Task]]:
+        found: dict[Path, list[Task]] = defaultdict(list)
+        for task in self.tasks:
+            found[task.folder(self.out)].append(task)
+        return found
 
     def _written(self) -> list[Result]:
         return read(self.results) if self.results.exists() else []
@@ -109,6 +124,7 @@ def _as_begun(task: Task, path: Path) -> Experiment:
     return from_mapping(read_config(begun)) if begun.exists() else task.experiment
 
 
+@cache  # asked for whenever a cell ends, of all that are left
 def _branch(experiment: Experiment, out: Path) -> Branch | None:
     """Return the run whose first rounds an experiment shares, and how many of them."""
     method: Method = parse(experiment.method, "method")

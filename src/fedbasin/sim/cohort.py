@@ -10,13 +10,13 @@ device: a step costs the host one launch.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key, fold_in, keys_tensor
@@ -27,7 +27,17 @@ from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.lane import Course, Lane, Progress, cloned, in_place, repeated
+from fedbasin.sim.lane import (
+    Course,
+    Lane,
+    Progress,
+    advanced,
+    cloned,
+    first_rows,
+    in_place,
+    overlaid,
+    repeated,
+)
 from fedbasin.sim.loop import Executor, Gathered, Sent, client_key
 from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
@@ -38,6 +48,8 @@ if TYPE_CHECKING:
 
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 50, 64, 80, 100)  # finer wastes less
 COARSE = (1, 2, 4, 7, 10, 16, 25, 40, 64, 100)  # for a step that is compiled for each size
+_One = TypeVar("_One")  # what comes of a chunk
+_All = TypeVar("_All")  # and of all of them
 
 
 class Unsupported(RuntimeError):
@@ -108,14 +120,26 @@ class CohortExecutor(Executor):
         steps = np.array([count_steps(plan, int(n), self.trainer.batch) for n in sizes])
         order = np.argsort(-steps, kind="stable")
         back = torch.from_numpy(np.argsort(order)).to(sent.vector.device)
+        return self._in_chunks(
+            order,
+            sent,
+            lambda part: self._chunk(cohort[part], steps[part], sent, plan, states),
+            lambda parts: _joined(parts, back),
+        )
+
+    def _in_chunks(
+        self,
+        order: np.ndarray,
+        sent: Sent,
+        work: Callable[[np.ndarray], _One],
+        join: Callable[[list[_One]], _All],
+    ) -> _All:
+        """Work on as many clients at once as may advance together, fewer where memory runs out."""
         while True:
-            width = self._width(len(cohort), sent.vector)
+            width = self._width(len(order), sent.vector)
             try:
-                parts = [
-                    self._chunk(cohort[part], steps[part], sent, plan, states)
-                    for part in np.split(order, range(width, len(order), width))
-                ]
-                return _joined(parts, back)
+                parts = np.split(order, range(width, len(order), width))
+                return join([work(part) for part in parts])
             except torch.OutOfMemoryError:
                 if width == 1:
                     raise
@@ -137,13 +161,16 @@ class CohortExecutor(Executor):
         warnings.warn(
             f"{width} clients side by side ran out of memory; going on with "
             f"{self.counters.width}. Set sim.chunk = {self.counters.width} to start there.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
         """Return the cohort's full gradients at the model it was sent."""
-        found = gradients(self.trainer, self.population, cohort, sent)
-        return Probe(found, self.population.weights(cohort))
+        trainer, people = self.trainer, self.population
+        found = self._in_chunks(
+            cohort, sent, lambda part: gradients(trainer, people, part, sent), torch.cat
+        )
+        return Probe(found, people.weights(cohort))
 
     def facts(self) -> dict[str, Any]:
         """Name the executor, how many shapes it compiled, and how little it wasted."""
@@ -305,8 +332,8 @@ class CohortExecutor(Executor):
         if width == whole:
             part = lane.run(progress, course, count)
         else:
-            part = lane.run(_first(progress, width), _first(course, width), count)
-            part = _overlaid(part, progress, width)
+            part = lane.run(first_rows(progress, width), first_rows(course, width), count)
+            part = overlaid(part, progress, width)
         self.counters.compiled = sum(step.count for step in self._steps.values())
         return part
 
@@ -338,7 +365,7 @@ class CohortExecutor(Executor):
 
         after, loss = torch.func.vmap(one)(progress.point, raw, label, weight, augment, dropout)
         active = number < course.limit
-        point = _where(active, after, progress.point)
+        point = advanced(active, after, progress.point)
         samples = weight.sum(1)
         both = torch.stack([loss * samples, samples], 1) * active[:, None]
         late = (number >= course.late)[:, None]
@@ -357,34 +384,6 @@ class _Part(NamedTuple):
     buffers: Tensor
     own: tuple[Any, ...]
     losses: Tensor
-
-
-def _first(tree: Any, width: int) -> Any:
-    """Return the first rows of every leaf that has one row a client."""
-    return mapped(lambda leaf: leaf[:width] if leaf.dim() else leaf, tree)
-
-
-def _overlaid(part: Progress, whole: Progress, width: int) -> Progress:
-    """Return the whole with its first rows replaced; the step number is the part's."""
-    new = iter(tensors(part))
-
-    def over(old: Tensor) -> Tensor:
-        leaf = next(new)
-        return torch.cat([leaf, old[width:]]) if old.dim() else leaf
-
-    return mapped(over, whole)
-
-
-def _where(active: Tensor, new: Point, old: Point) -> Point:
-    """Keep the old rows of clients that have no step left."""
-
-    def choose(after: Tensor, before: Tensor) -> Tensor:
-        if after is before:  # what a rule carries along and does not change
-            return before
-        return torch.where(active.view(-1, *(1,) * (before.dim() - 1)), after, before)
-
-    kept: Point = tree_map(choose, new, old)
-    return kept
 
 
 def _joined(parts: list[_Part], back: Tensor) -> Gathered:

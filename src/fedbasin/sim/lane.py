@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedbasin.core.tree import Tree, mapped, tensors
 from fedbasin.local.step import Point
@@ -157,3 +157,31 @@ def _copy(into: Any, values: Any) -> None:
 def cloned(tree: Tree) -> Tree:
     """Return a tree whose tensors are contiguous copies."""
     return mapped(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), tree)
+
+
+def first_rows(tree: Any, width: int) -> Any:
+    """Return the first rows of every leaf that has one row a client."""
+    return mapped(lambda leaf: leaf[:width] if leaf.dim() else leaf, tree)
+
+
+def overlaid(part: Progress, whole: Progress, width: int) -> Progress:
+    """Return the whole with its first rows replaced; the step number is the part's."""
+    new = iter(tensors(part))
+
+    def over(old: Tensor) -> Tensor:
+        leaf = next(new)
+        return torch.cat([leaf, old[width:]]) if old.dim() else leaf
+
+    return mapped(over, whole)
+
+
+def advanced(active: Tensor, new: Point, old: Point) -> Point:
+    """Keep the old rows of clients that have no step left."""
+
+    def choose(after: Tensor, before: Tensor) -> Tensor:
+        if after is before:  # what a rule carries along and does not change
+            return before
+        return torch.where(active.view(-1, *(1,) * (before.dim() - 1)), after, before)
+
+    kept: Point = tree_map(choose, new, old)
+    return kept

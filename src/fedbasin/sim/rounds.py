@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -68,6 +68,7 @@ class Federation:
         client_archive: files for it beyond that.
         snapshots: which models are kept for analyses, and where.
         holdings: who holds what, for the record.
+        data: what tells this data from other (`provenance.identity`).
     """
 
     method: Method
@@ -88,6 +89,7 @@ class Federation:
     client_archive: Archive | None = None
     snapshots: Snapshots | None = None
     holdings: Holdings | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     def begin(self) -> tuple[Server, ClientStates]:
         """Return the server and the clients before the first round."""
@@ -110,6 +112,17 @@ class Federation:
         """Return who is drawn in a round, counted from 0, and who of them answers."""
         drawn = draw_cohort(self.participation, self.eligible, self.key, round)
         return drawn, drop_out(drawn, self.dropout, self.key.fold("dropout", round))
+
+    def snapshot_bytes(self) -> int:
+        """Return how many bytes the snapshots of a run take up, at most."""
+        if self.snapshots is None:
+            return 0
+        net, rounds = self.test.net, self.snapshots.rounds
+        vectors = 2 * len(rounds)  # score and send
+        if self.snapshots.clients:
+            vectors += sum(1 + len(self.cohort(round - 1)[1]) for round in rounds)
+        numbers = vectors * net.layout.size + len(rounds) * net.buffer_layout.size
+        return numbers * torch.empty((), dtype=net.dtype).element_size()
 
     def rounds_from(
         self, server: Server, states: ClientStates

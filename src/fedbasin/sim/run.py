@@ -20,6 +20,7 @@ from fedbasin.core.record import RoundRecord, RunFolder, mean_of_last, write_ato
 from fedbasin.core.state import load, save
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, Kept
+from fedbasin.sim.provenance import keep, refuse_other
 from fedbasin.sim.rounds import Diverged, Federation, Server
 
 OnRound = Callable[[RoundRecord], None]
@@ -57,6 +58,7 @@ def run(
         branching: rounds after which a checkpoint is kept for other runs to go on from.
         on_round: called with each round's record, for progress displays.
     """
+    keep(folder, federation.data)
     server, states, spent = _restored(federation, folder)
     records = folder.keep_rounds(server.round)
     if federation.holdings is not None:
@@ -112,6 +114,8 @@ def graft(federation: Federation, folder: RunFolder, trunk: RunFolder, round: in
     plain, common = federation.method.trunk(federation.rounds)
     if round > common:
         raise ValueError(f"{federation.method} parts from {plain} after round {common}")
+    refuse_other(trunk, federation.data)
+    keep(folder, federation.data)
     server, states = replace(federation, method=plain).begin()
     found: Checkpoint = load(trunk.branching(round), Checkpoint(server, states.kept(), 0.0))
     server, context = found.server, federation.context.at(round, 0.0)
