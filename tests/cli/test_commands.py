@@ -167,6 +167,7 @@ def test_the_methods_page_is_up_to_date():
         (["resume", "nowhere"], ["nowhere", "no run"]),
         (["compare", "fedavg", "--seeds", "a"], ["--seeds", "'a'"]),
         (["methods", "fedavgg"], ["fedavgg", "fedavg"]),
+        (["compare", "fedavg", "fedlaw", "--out", "x"], ["fedlaw", "data.proxy_per_class"]),
         (["run", "--set", "sim.participation=count(clients=99)", "--out", "x"], ["99", "50"]),
     ],
 )

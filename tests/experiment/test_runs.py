@@ -147,7 +147,7 @@ def test_a_comparison_runs_each_cell_once(tmp_path):
     assert len(stamps) == 4
     assert compare(base, ["fedavg", "fedprox(mu=1)"], [0, 1], tmp_path) == first
     assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
-    with pytest.raises(RecordError, match="other settings"):
+    with pytest.raises(RecordError, match=r"rounds = 2 there, rounds = 3 asked for\);"):
         compare(replace(base, rounds=3), ["fedavg"], [0], tmp_path)
     with pytest.raises(ConfigError, match="twice"):
         compare(base, ["fedavg", "fedavg()"], [0], tmp_path)

@@ -112,6 +112,7 @@ def build(
         client_archive: files for what clients keep, where it does not fit in memory.
     """
     experiment = experiment.resolved()
+    check_needs(experiment)
     device = pick_device(experiment.sim.device)
     dtype = pick_precision(experiment.sim.precision, device)
     key = root(experiment.seed)
@@ -138,7 +139,6 @@ def build(
         archive=archive,
         permutations=_permutations(method, module, transform(population.inputs[:2]), device),
     )
-    _check_needs(method, context)
     sgd, batch = _sgd(experiment), experiment.local.batch
     trainer = Trainer(net, method.rules(), sgd, batch, transform, rows.classes)
     _say_cautions(method, experiment, net, population)
@@ -298,8 +298,10 @@ def _schedule(experiment: Experiment) -> Any:
     return lambda round: choice(plan, round, experiment.rounds)
 
 
-def _check_needs(method: Method, context: Context) -> None:
-    if "proxy" in needs_of(method) and context.proxy is None:
+def check_needs(experiment: Experiment) -> None:
+    """Refuse a method that learns on the server where the server has no data."""
+    method = parse(experiment.method, "method")
+    if "proxy" in needs_of(method) and not experiment.data.proxy_per_class:
         raise ConfigError(
             f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper)"
         )

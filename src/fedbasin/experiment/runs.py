@@ -24,7 +24,7 @@ from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.experiment.apart import at_a_run, said_once
-from fedbasin.experiment.build import build, pick_device
+from fedbasin.experiment.build import build, check_needs, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
 from fedbasin.experiment.pool import outcomes
 from fedbasin.experiment.tensorboard import tensorboard_events
@@ -204,6 +204,8 @@ def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: P
     ]
     if len(set(found)) != len(found):
         raise ConfigError("a comparison lists the same method or seed twice")
+    for each in found:
+        check_needs(each)  # before the first of them is trained
     return [Cell(e, out / slug(e.method) / f"seed{e.seed}") for e in found]
 
 
@@ -225,13 +227,24 @@ def run_cell(
                 branching=cell.branching,
                 on_round=on_round,
             )
-        if from_mapping(read_config(folder.config)) != cell.experiment:
-            raise RecordError(f"{cell.path} holds a run with other settings; choose another folder")
+        there = from_mapping(read_config(folder.config))
+        if there != cell.experiment:
+            raise RecordError(
+                f"{cell.path} holds a run with other settings ({_unlike(there, cell.experiment)}); "
+                "choose another folder"
+            )
         if folder.summary.exists() and folder.read_summary().get("status") == "diverged":
             return folder.read_summary()
         return resume(cell.path, data_dir=data_dir, branching=cell.branching, on_round=on_round)
     except Diverged:
         return folder.read_summary()
+
+
+def _unlike(there: Experiment, asked: Experiment) -> str:
+    """Say which settings differ, from line to line of their files."""
+    before, now = (each.to_toml().splitlines() for each in (there, asked))
+    pairs = [f"{a} there, {b} asked for" for a, b in zip(before, now, strict=False) if a != b]
+    return "; ".join(pairs)
 
 
 def run_cells(
