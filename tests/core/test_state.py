@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbasin.core.state import StateError, load, read, same, save
+from fedbasin.core.state import StateError, load, read, same, save, write
 from fedbasin.core.tree import count_bytes, flatten, rebuild, restore, row, stack, tensors
 
 
@@ -76,6 +76,28 @@ def test_a_truncated_or_foreign_file_is_refused(tmp_path):
             read(path)
     with pytest.raises(StateError, match="does not exist"):
         read(tmp_path / "absent")
+
+
+def test_altered_bytes_are_noticed(tmp_path):
+    path = tmp_path / "s"
+    save(path, tree())
+    whole = bytearray(path.read_bytes())
+    whole[-3] ^= 1  # within a number: the file is still one of its format
+    path.write_bytes(whole)
+    with pytest.raises(StateError, match="not those that were written"):
+        read(path)
+
+
+def test_a_file_from_before_checksums_is_read(tmp_path):
+    write(tmp_path / "s", {"left": torch.ones(2)}, {"scalars": '{"right": 2.0}'})
+    found = load(tmp_path / "s", Pair(torch.zeros(2), 0.0))
+    assert found.left.tolist() == [1, 1] and found.right == 2.0
+
+
+def test_whoever_may_read_other_files_may_read_these(tmp_path):
+    (tmp_path / "plain").touch()
+    save(tmp_path / "s", tree())
+    assert (tmp_path / "s").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_a_state_of_another_shape_is_refused_by_name(tmp_path):

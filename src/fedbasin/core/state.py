@@ -1,7 +1,7 @@
 """State to and from safetensors: exact, atomic, and free of pickle.
 
-Tensors go into the file under their path in the tree; numbers and strings go into its
-header as JSON. Reading needs a tree of the same shape (what `init` returns), so nothing in
+Tensors go into the file under their path in the tree; numbers, strings and a checksum go into
+its header as JSON. Reading needs a tree of the same shape (what `init` returns), so nothing in
 the file decides which code runs.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,22 @@ def save(path: Path, tree: Any) -> None:
         if not isinstance(leaf, Tensor):
             scalars[name] = leaf
             continue
-        tensor = leaf.detach().contiguous()
+        tensor = leaf.detach().cpu().contiguous()
         # The format refuses tensors that share memory, as `send` and `score` often do.
         if tensor.untyped_storage().data_ptr() in owners:
             tensor = tensor.clone()
         owners.add(tensor.untyped_storage().data_ptr())
         tensors[name] = tensor
+    write(path, tensors, {"scalars": json.dumps(scalars), "checksum": _checksum(tensors)})
+
+
+def write(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
+    """Write tensors that share no memory to a safetensors file, whole or not at all."""
     temporary = path.with_name(path.name + ".part")
-    save_file(tensors, temporary, metadata={"scalars": json.dumps(scalars)})
+    temporary.touch()
+    mode = temporary.stat().st_mode  # the user's own; the format's writer makes it private
+    save_file(tensors, temporary, metadata=header)
+    temporary.chmod(mode)
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -50,16 +60,27 @@ def read(path: Path) -> dict[str, Leaf]:
     """Read all leaves of a state file by path."""
     try:
         with safe_open(path, framework="pt") as file:
-            leaves: dict[str, Leaf] = json.loads((file.metadata() or {}).get("scalars", "{}"))
+            header = file.metadata() or {}
             # A copy: a product of matrices may round otherwise where memory is aligned otherwise.
-            leaves.update({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        if header.get("checksum", whole := _checksum(tensors)) != whole:
+            raise ValueError("its bytes are not those that were written")
+        leaves: dict[str, Leaf] = json.loads(header.get("scalars", "{}")) | tensors
     except FileNotFoundError as error:
         raise StateError(f"{path} does not exist") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise StateError(
-            f"{path} is not a whole state file ({error}); delete it and run again"
+            f"{path} is not a whole state file ({error}); delete it, and what needs it begins anew"
         ) from error
     return leaves
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Sum up all bytes, in the order of the names."""
+    found = 0
+    for name in sorted(tensors):
+        found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
 
 
 def load(path: Path, template: Any) -> Any:

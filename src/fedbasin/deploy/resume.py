@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, mean_of_last
-from fedbasin.core.state import load, read, save
+from fedbasin.core.state import load, read, save, write
 from fedbasin.sim.rounds import Server
 
 _log = logging.getLogger("flwr")
@@ -135,6 +134,4 @@ class Journal:
         """Write the scored model under the network's own names."""
         if self.folder is None:
             return
-        temporary = self.folder.model.with_name(self.folder.model.name + ".part")
-        save_file({n: t.cpu().contiguous().clone() for n, t in named.items()}, temporary)
-        temporary.replace(self.folder.model)
+        write(self.folder.model, {n: t.cpu().contiguous().clone() for n, t in named.items()})

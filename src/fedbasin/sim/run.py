@@ -14,10 +14,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from fedbasin.core.record import RoundRecord, RunFolder, mean_of_last, write_atomically
-from fedbasin.core.state import load, save
+from fedbasin.core.state import load, save, write
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, Kept
 from fedbasin.sim.provenance import keep, refuse_other
@@ -150,9 +149,7 @@ def _restored(federation: Federation, folder: RunFolder) -> tuple[Server, Client
 def _ship(federation: Federation, server: Server, folder: RunFolder) -> None:
     """Write the scored model under the network's own parameter names."""
     named = federation.test.net.state_dict(server.score, server.buffers)
-    temporary = folder.model.with_name(folder.model.name + ".part")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in named.items()}, temporary)
-    temporary.replace(folder.model)
+    write(folder.model, {name: tensor.cpu().contiguous() for name, tensor in named.items()})
 
 
 def _numbers(records: list[RoundRecord], seconds: float) -> dict[str, Any]:
