@@ -51,6 +51,16 @@ def test_rows_are_written_for_people():
     assert never == ("never", "-", "not reached", "1.0", "1")
 
 
+@pytest.mark.parametrize("lines", [[0, 1, 1, 2], [0, 2], [2, 1, 0], [0, 1, 2, 3], []])
+def test_rounds_that_are_missing_or_doubled_are_a_problem(tmp_path, lines):
+    folder = make_run(tmp_path / "r", rounds=4)
+    whole = folder.rounds.read_text().splitlines(keepends=True)
+    folder.rounds.write_text("".join(whole[i] for i in lines))
+    (run,) = read_runs([folder.path])
+    assert bool(run.problems) == (lines != [0, 1, 2, 3])
+    assert all(str(folder.rounds) in problem for problem in run.problems)
+
+
 def test_a_run_that_can_go_on_is_marked_and_not_tested_against_others():
     runs = [*CURVES[:2], curve("ima", 0, [0.9] * 15), curve("ima", 1, [0.1], status="stopped")]
     fedavg, ima = summarise(runs, target=0.6)

@@ -37,8 +37,10 @@ def report(
 
     found = read_runs(find_runs(runs))
     for run in found:
+        told = list(run.problems)
         if run.status not in ("finished", "diverged"):
-            line = f"{run.path}: {run.status} after round {len(run.records)}, counted so far"
+            told.append(f"{run.path}: {run.status} after round {len(run.records)}, counted so far")
+        for line in told:
             Console(stderr=True).print(Text(line, style="yellow"), soft_wrap=True)
     written = [write_page(found, out, target=target, baseline=baseline)]
     stem = out.with_suffix("")

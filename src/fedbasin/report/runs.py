@@ -146,11 +146,16 @@ def _read(path: Path) -> Run:
             analyses.append(Analysis.from_json(file.read_text(encoding="utf-8")))
         except (FigureDataError, UnicodeDecodeError) as error:
             problems.append(f"{file}: {error}")
+    records, counted = tuple(folder.read_rounds()), summary.get("rounds")
+    if [record.round for record in records] != list(range(1, len(records) + 1)):
+        problems.append(f"{folder.rounds} does not hold rounds 1 to {len(records)} in order")
+    if counted not in (None, len(records)):
+        problems.append(f"{folder.rounds} holds {len(records)} rounds, the summary has {counted}")
     method = str(summary.get("method", path.name))
     return Run(
         label=method,
         seed=seed,
-        records=tuple(folder.read_rounds()),
+        records=records,
         seconds=float(seconds),
         status=str(summary.get("status", "finished")),
         path=path,
