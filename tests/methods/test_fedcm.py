@@ -10,7 +10,12 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.rule import LocalRule, Start
 from fedbasin.local import SGD, Prox
-from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, mean_direction
+from fedbasin.local.client_momentum import (
+    ClientMomentum,
+    EvenMomentum,
+    SharedMomentum,
+    mean_direction,
+)
 from fedbasin.methods import FedAvg, FedCM
 from fedbasin.testing import LAWS, check_method, replies_of, trajectory
 
@@ -205,14 +210,19 @@ def test_the_rule_is_the_same_for_a_whole_cohort_at_once():
     shared = SharedMomentum(torch.randn(5).double(), exact, torch.tensor(4.0))
     steps, vectors = torch.tensor([2.0, 8.0, 4.0]).double(), torch.randn(3, 5).double()
 
-    def one(steps, vector):
-        start = Start(vector, shared, (), *(steps,) * 6, ())
-        carry = ClientMomentum().begin(start, None)
-        return ClientMomentum().direction(carry, vector, lambda v: v**2)[0]
+    def one(rule):
+        def direction(steps, vector):
+            carry = rule.begin(Start(vector, shared, (), *(steps,) * 6, ()), None)
+            found, same = rule.direction(carry, vector, lambda v: v**2)
+            assert same is carry
+            return found, vector.new_ones(()) if rule.pace(carry) is None else rule.pace(carry)
 
-    at_once = torch.vmap(one)(steps, vectors)
-    mixed = 0.3 * vectors**2 + 0.7 * shared.momentum
-    torch.testing.assert_close(at_once, mixed * (4 / steps)[:, None])
+        return direction
+
+    for rule, pace in ((ClientMomentum(), torch.ones(3)), (EvenMomentum(), 4 / steps)):
+        direction, found = torch.vmap(one(rule))(steps, vectors)
+        torch.testing.assert_close(direction, 0.3 * vectors**2 + 0.7 * shared.momentum)
+        torch.testing.assert_close(found, pace.double())
 
 
 @pytest.mark.parametrize("source", ["wima(fedcm, window=2)", "ima(fedcm, start=0.0)"])
