@@ -78,6 +78,12 @@ def test_a_truncated_or_foreign_file_is_refused(tmp_path):
         read(tmp_path / "absent")
 
 
+def test_equal_trees_make_equal_files(tmp_path):
+    for name in "abcdefgh":
+        save(tmp_path / name, tree())
+    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
+
+
 def test_altered_bytes_are_noticed(tmp_path):
     path = tmp_path / "s"
     save(path, tree())

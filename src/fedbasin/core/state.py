@@ -21,6 +21,8 @@ from torch import Tensor
 
 from fedbasin.core.tree import Leaf, flatten, restore
 
+_SUM = "=checksum"  # no path of a tree
+
 
 class StateError(ValueError):
     """A state file that cannot be used, with the reason and what to do."""
@@ -41,7 +43,9 @@ def save(path: Path, tree: Any) -> None:
             tensor = tensor.clone()
         owners.add(tensor.untyped_storage().data_ptr())
         tensors[name] = tensor
-    write(path, tensors, {"scalars": json.dumps(scalars), "checksum": _checksum(tensors)})
+    scalars[_SUM] = _checksum(tensors)
+    # All in one entry: the format writes several in any order, and equal trees make equal files.
+    write(path, tensors, {"scalars": json.dumps(scalars)})
 
 
 def write(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
@@ -60,12 +64,12 @@ def read(path: Path) -> dict[str, Leaf]:
     """Read all leaves of a state file by path."""
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            leaves: dict[str, Leaf] = json.loads((file.metadata() or {}).get("scalars", "{}"))
             # A copy: a product of matrices may round otherwise where memory is aligned otherwise.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        if header.get("checksum", whole := _checksum(tensors)) != whole:
+        if leaves.pop(_SUM, whole := _checksum(tensors)) != whole:
             raise ValueError("its bytes are not those that were written")
-        leaves: dict[str, Leaf] = json.loads(header.get("scalars", "{}")) | tensors
+        leaves.update(tensors)
     except FileNotFoundError as error:
         raise StateError(f"{path} does not exist") from error
     except (SafetensorError, OSError, ValueError) as error:
