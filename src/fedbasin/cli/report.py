@@ -38,7 +38,7 @@ def report(
     found = read_runs(find_runs(runs))
     for run in found:
         told = list(run.problems)
-        if run.status not in ("finished", "diverged"):
+        if not run.ended:
             told.append(f"{run.path}: {run.status} after round {len(run.records)}, counted so far")
         for line in told:
             Console(stderr=True).print(Text(line, style="yellow"), soft_wrap=True)

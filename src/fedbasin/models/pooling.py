@@ -1,7 +1,7 @@
 """Max pooling that is fast where many clients train side by side on a GPU.
 
-The compiler makes of torch's gradient a search of every window for every pixel, by indices of 64
-bits. Windows that do not overlap have one largest pixel each: two bits say which.
+The compiler makes of torch's gradient a search of windows by the pixels' indices. A window of 2 x 2
+that no other overlaps has one largest pixel: a number from 0 to 3 says which.
 """
 
 from __future__ import annotations

@@ -34,6 +34,11 @@ class Run:
     analyses: tuple[Analysis, ...] = ()
     problems: tuple[str, ...] = ()  # files of the folder that could not be read
 
+    @property
+    def ended(self) -> bool:
+        """Whether it cannot go on: it is finished, or has diverged."""
+        return self.status in ("finished", "diverged")
+
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the run folders among and below the given folders, each once."""

@@ -57,7 +57,7 @@ def summarise(found: Sequence[Run], target: float) -> list[Row]:
                     sum(r.bytes_down + r.bytes_up for r in run.records) for run in runs
                 ),
                 diverged=sum(run.status == "diverged" for run in runs),
-                stopped=sum(run.status not in ("finished", "diverged") for run in runs),
+                stopped=sum(not run.ended for run in runs),
             )
         )
     return rows
@@ -85,8 +85,7 @@ def differences(runs: Sequence[Run], baseline: str) -> dict[str, Difference | No
 
 
 def _scores(runs: Sequence[Run]) -> dict[int, float]:
-    ended = (run for run in runs if run.status in ("finished", "diverged"))
-    scores = {run.seed: mean_of_last(run.records) for run in ended}
+    scores = {run.seed: mean_of_last(run.records) for run in runs if run.ended}
     return {seed: score for seed, score in scores.items() if score is not None}
 
 
