@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context
 from fedbasin.core.rng import root
+from fedbasin.deploy import private
 from fedbasin.deploy.merge import Merger
 from fedbasin.deploy.replies import Collected, Guard
 from fedbasin.deploy.wire import (
@@ -196,3 +198,15 @@ def test_a_far_update_brings_no_statistics_and_no_loss(action):
     assert named == [7]
     torch.testing.assert_close(after.buffers, torch.tensor([2.5, 2.5, 3.5, 3.5]))
     assert record.train_loss == pytest.approx(1.75)
+
+
+@pytest.mark.parametrize("opened", [None, 7, [3], [3, 2.5], [3, "2"], [3, None]], ids=str)
+def test_an_opened_sum_of_class_counts_must_be_whole_numbers(monkeypatch, opened):
+    answers = {"public": b"key", "counts": b"secret", "total": opened}
+    monkeypatch.setattr(private, "add_counts", lambda *_: b"sum")
+    monkeypatch.setattr(private, "_ask", lambda _, nodes, __: dict.fromkeys(nodes, answers))
+    clients = SimpleNamespace(total=2, rows=lambda: 5, wait=lambda *_, **__: {0: 10, 1: 11})
+    with pytest.raises(Refused, match="opened the sum of 2 classes"):
+        private.gather(clients, root(0), 2)
+    answers["total"] = [3, 2]
+    assert private.gather(clients, root(0), 2) == [3, 2]
