@@ -3,7 +3,7 @@
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
 #                                                          tuned, shifted, precision, slow, shrunk,
-#                                                          averaged, split, refilled, dealt, counted
+#                                                          averaged, split, refilled, dealt, mild, counted
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -111,6 +111,7 @@ averaged() { # the same table: is FedExP ahead because the mean of its last two 
 split() { # the same table: are Dirichlet splits not made within groups of ten clients?
     cell "fedavg dir0.5" fedcda/table1 fedavg "fmnist dir0.5"
     try "one group" --set "partition.how=dirichlet(alpha=0.5)"
+    try "even weights" --set "method=fedavg(weighting='uniform')"
 }
 
 refilled() { # FedWCM's Table 3: are classes that run out put back where clients hold few of them?
@@ -136,6 +137,13 @@ dealt() { # the same in small, for a CPU: 12 s a round of a core at IF 0.1, twic
     for split in alpha=0.1 "alpha=0.1, refill=True"; do
         try "cifar_cnn, $split" --rounds 50 --set model=cifar_cnn \
             --set "partition.how=client_dirichlet($split)"
+    done
+}
+
+mild() { # FedWCM's Table 3: is the column of IF 0.1, beta 0.1 one of a milder skew?
+    for where in "fedavg 1" "fedavg 10" "fedwcm 10"; do
+        cell "${where% *} if0.1" fedwcm/table3 "${where% *}" "if0.1 beta0.1"
+        try "alpha ${where#* }" --set "partition.how=client_dirichlet(alpha=${where#* })"
     done
 }
 
