@@ -1,3 +1,4 @@
+import re
 import subprocess
 from dataclasses import replace
 
@@ -40,6 +41,7 @@ def test_a_run_learns_and_leaves_files_that_pandas_opens(finished):
     assert table["accuracy"].iloc[-1] == pytest.approx(summary["accuracy_last"])
     assert pandas.read_json(out / "summary.json", typ="series")["method"] == "fedavg"
     assert {p.name for p in out.iterdir()} == {
+        "begun.toml",
         "config.toml",
         "data.json",
         "partition.csv",
@@ -116,14 +118,42 @@ def test_a_run_goes_on_with_the_data_it_was_begun_on_alone(other, tmp_path, monk
         changed = replace(whole, test=test)
     else:
         changed = whole
-        text = (tmp_path / "config.toml").read_text()
-        (tmp_path / "config.toml").write_text(text.replace("alpha=0.3", "alpha=0.4"))
+        for name in ("begun.toml", "config.toml"):
+            text = (tmp_path / name).read_text()
+            (tmp_path / name).write_text(text.replace("alpha=0.3", "alpha=0.4"))
     monkeypatch.setattr("fedbasin.data.load", lambda name, data_dir: changed)
     with pytest.raises(RecordError, match=r"begun on other data: 1797 rows.*--data-dir"):
         resume(tmp_path)
     (tmp_path / "data.json").write_text("{")
     with pytest.raises(RecordError, match=r"data.json is not JSON"):
         resume(tmp_path)
+
+
+def edit(config, before, after):
+    text = config.read_text()
+    assert text.count(before) == 1
+    config.write_text(text.replace(before, after))
+
+
+def test_a_run_goes_on_with_the_settings_it_was_begun_with_alone(tmp_path):
+    with pytest.raises(Crash):
+        run(SMALL, tmp_path, on_round=crash_at(6))
+    config = tmp_path / "config.toml"
+    for before, after in (("lr = 0.2", "lr = 0.3"), ("rounds = 12", "rounds = 20")):
+        edit(config, before, after)
+        told = re.escape(f"edited since the run began ({before} there, {after} asked for); put")
+        with pytest.raises(RecordError, match=told):
+            resume(tmp_path)
+        edit(config, after, before)
+    edit(config, "checkpoint_every = 4", "checkpoint_every = 5")
+    assert resume(tmp_path)["status"] == "finished"
+
+
+def test_a_run_from_before_settings_were_kept_resumes(finished, tmp_path):
+    with pytest.raises(Crash):
+        run(SMALL, tmp_path, on_round=crash_at(6))
+    (tmp_path / "begun.toml").unlink()
+    assert resume(tmp_path)["accuracy_last"] == finished[0]["accuracy_last"]
 
 
 def test_a_run_from_before_data_was_recorded_resumes_and_claims_nothing(tmp_path):

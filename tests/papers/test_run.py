@@ -158,6 +158,22 @@ def test_show_reads_results_of_one_s_own(invoke, tmp_path):
     assert elsewhere.exit_code == 1 and "no.jsonl does not exist" in str(elsewhere.exception)
 
 
+def test_markdown_is_of_the_cells_that_were_asked_for(invoke, tmp_path):
+    invoke("run", "x/table1", "--rows", "fedavg*", "--columns", "digits", "--jobs", "1")
+    averaged, plain = sorted(
+        read(tmp_path / "runs/papers/results.jsonl"), key=lambda x: -len(x.row)
+    )
+    both = invoke("show", "x/table1", "--markdown").output
+    assert both.startswith("### x/table1\n")
+    for line in (plain, averaged):
+        assert f"| {line.row} | digits |" in both and f"| {line.score:.2f} (1 seed) |" in both
+    one = invoke("show", "x/table1", "--markdown", "--rows", "fedavg").output
+    assert "| fedavg | digits |" in one and "| fedavg+wima |" not in one
+    for option in (("--rows", "fedavg"), ("--ours",), ("--results", "mine.jsonl")):
+        whole = invoke("show", "--markdown", *option)
+        assert whole.exit_code == 1 and "name a table" in str(whole.exception)
+
+
 def test_a_cell_is_a_config_file_that_runs_as_the_cell_does(invoke, tmp_path):
     invoke("run", "x/table1", "--rows", "fedavg+wima", "--columns", "digits", "--jobs", "1")
     (line,) = read(tmp_path / "runs/papers/results.jsonl")

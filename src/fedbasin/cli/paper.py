@@ -170,7 +170,7 @@ def show(
     ] = None,
     ours: Annotated[bool, typer.Option("--ours", help="Only cells that were run.")] = False,
     markdown: Annotated[
-        bool, typer.Option(help="As docs/papers.md has it: all tables, shipped results alone.")
+        bool, typer.Option(help="As Markdown; without a table all of docs/papers.md.")
     ] = False,
 ) -> None:
     """Show paper and ours side by side: difference, and gain over the baseline of both.
@@ -180,10 +180,12 @@ def show(
     verdict.
     """
     from fedbasin.papers import load_table, table_names
-    from fedbasin.papers.page import page
+    from fedbasin.papers.page import page, section
     from fedbasin.papers.results import read, shipped
 
-    if markdown:
+    if markdown and name is None:
+        if (rows, columns, results, ours) != ("*", "*", None, False):
+            raise ValueError("--markdown without a table is docs/papers.md as it is: name a table")
         typer.echo(page(shipped()), nl=False)
         return
     local = results or OUT / "results.jsonl"
@@ -192,7 +194,11 @@ def show(
     lines = [*shipped(), *(read(local) if local.exists() else [])]
     for each in [name] if name else table_names():
         table = load_table(each)
-        _print_beside(table, lines, *_picked(table, rows, columns), only_ours=ours or name is None)
+        picked = _picked(table, rows, columns)
+        if markdown:
+            typer.echo(section(table, lines, *picked), nl=False)
+        else:
+            _print_beside(table, lines, *picked, only_ours=ours or name is None)
 
 
 def _picked(table: Table, rows: str, columns: str) -> tuple[list[Axis], list[Axis]]:

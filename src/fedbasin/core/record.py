@@ -1,6 +1,7 @@
 """The run folder: what a run leaves behind, in files that pandas opens.
 
     config.toml              every setting, resolved
+    begun.toml               the settings it was begun with, by which edited ones are told
     data.json                how many rows the dataset had, and a hash that tells it from others
     partition.csv            who holds how many rows of each class
     rounds.jsonl             one line a round, flushed as it is written
@@ -101,6 +102,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved settings."""
         return self.path / "config.toml"
+
+    @property
+    def begun(self) -> Path:
+        """The settings as the run was begun."""
+        return self.path / "begun.toml"
 
     @property
     def partition(self) -> Path:

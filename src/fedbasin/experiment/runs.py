@@ -33,6 +33,8 @@ from fedbasin.sim import run as run_federation
 from fedbasin.sim.run import Interrupted, graft
 
 OnRound = Callable[[RoundRecord], None]
+# how a run is computed and kept: what may be edited in config.toml before it goes on
+_FREE = ("device", "workers", "address", "chunk", "memory", "client_memory", "checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ def run(
             if branch is not None:
                 graft(federation, folder, RunFolder(branch.trunk), branch.round)
                 write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
+            write_atomically(folder.begun, experiment.to_toml())
             write_atomically(folder.config, experiment.to_toml())
             return _run(experiment, federation, folder, branching, on_round)
 
@@ -108,8 +111,22 @@ def resume(
     if folder.model.exists():
         return folder.read_summary()
     experiment = from_mapping(read_config(folder.config))
+    _refuse_edited(folder, experiment)
     with alone_in(folder.path), closing(_federation(experiment, folder, data_dir)) as federation:
         return _run(experiment, federation, folder, branching, on_round)
+
+
+def _refuse_edited(folder: RunFolder, experiment: Experiment) -> None:
+    """Refuse settings under which the rest of a run would be of another kind than its beginning."""
+    if not folder.begun.exists():  # it was begun before they were kept
+        return
+    begun = from_mapping(read_config(folder.begun))
+    free = {name: getattr(experiment.sim, name) for name in _FREE}
+    if replace(begun, sim=replace(begun.sim, **free)) != experiment:
+        raise RecordError(
+            f"{folder.config} was edited since the run began ({_unlike(begun, experiment)}); put "
+            "that back, or start another run with it. What may change: sim." + ", sim.".join(_FREE)
+        )
 
 
 def _run(

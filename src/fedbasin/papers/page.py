@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from fedbasin.papers.beside import HEADER, lines_of, why
 from fedbasin.papers.grid import reason
 from fedbasin.papers.results import Result, fresh
-from fedbasin.papers.tables import MARKS, Table, load_paper, load_table, paper_names, table_names
+from fedbasin.papers.tables import (
+    MARKS,
+    Axis,
+    Table,
+    load_paper,
+    load_table,
+    paper_names,
+    table_names,
+)
 
 _HEAD = """\
 <!-- Written by `fedbasin paper show --markdown`; a test fails when it is out of date. -->
@@ -49,7 +57,7 @@ def page(results: Sequence[Result]) -> str:
         blocks.append(head + "".join(f"- {text}\n" for text in paper.differences))
         for table in (load_table(each) for each in table_names()):
             if table.name.startswith(f"{name}/"):
-                blocks.append("".join(_table(table, results)))
+                blocks.append(section(table, results, table.rows, table.columns))
     return "\n".join(blocks)
 
 
@@ -68,7 +76,16 @@ def _overview(results: Sequence[Result]) -> str:
     return "".join(lines)
 
 
-def _table(table: Table, results: Iterable[Result]) -> Iterator[str]:
+def section(
+    table: Table, results: Iterable[Result], rows: Sequence[Axis], columns: Sequence[Axis]
+) -> str:
+    """Return one table: what is to know about it, and some of its cells."""
+    return "".join(_section(table, results, rows, columns))
+
+
+def _section(
+    table: Table, results: Iterable[Result], rows: Sequence[Axis], columns: Sequence[Axis]
+) -> Iterator[str]:
     yield f"### {table.name}\n\n{table.title}. Score: {table.score.text}.\n\n"
     for label, texts in (("The paper says", table.claims), ("Here", table.notes)):
         for text in texts:
@@ -80,15 +97,17 @@ def _table(table: Table, results: Iterable[Result]) -> Iterator[str]:
     for text in sorted(reasons):
         yield f"- Cannot be run: {text}.\n"
     mine = fresh(table, results)
-    lines = [x for x in lines_of(table, mine, table.rows, table.columns) if x.ours != "-"]
+    lines = [x for x in lines_of(table, mine, rows, columns) if x.ours != "-"]
     if not lines:
         yield "\nNothing of it has been run yet.\n"
         return
     yield f"\n| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}\n"
     for line in lines:
         yield f"| {' | '.join(line.cells)} |\n"
-    yield from _found(table, {(line.row, line.column) for line in lines})
-    yield f"\nRun on {', '.join(sorted({result.device for result in mine}))}.\n"
+    cells = {(line.row, line.column) for line in lines}
+    yield from _found(table, cells)
+    ran = sorted({each.device for each in mine if (each.row, each.column) in cells})
+    yield f"\nRun on {', '.join(ran)}.\n"
 
 
 def _found(table: Table, shown: set[tuple[str, str]]) -> Iterator[str]:
