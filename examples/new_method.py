@@ -1,6 +1,7 @@
 """A method of your own: the coordinate-wise median of the clients' models.
 
     python examples/new_method.py
+    cd examples && fedbasin compare fedavg new_method.median --preset demo
 
 Copy this to ``src/fedbasin/methods/`` to make it part of the house. The laws that every method
 obeys are checked first; the one it cannot obey is named on its card, with the reason.

@@ -1,4 +1,5 @@
 import string
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +102,71 @@ def test_bad_text_gives_an_error_that_names_it(source, kind, words):
         parse(source, kind)
     for word in words:
         assert word in str(error.value)
+
+
+MINE = """
+from dataclasses import dataclass
+from fedbasin.core.catalogue import entry
+from fedbasin.methods import FedAvg
+
+@entry("method", name="halfway")
+@dataclass(frozen=True)
+class Halfway(FedAvg):
+    \"\"\"Goes half of the way.\"\"\"
+    share: float = 0.5
+
+def unmarked():
+    pass
+"""
+
+
+@pytest.fixture
+def my_rules(tmp_path, monkeypatch):
+    package = tmp_path / "my_rules"
+    package.mkdir()
+    (package / "__init__.py").write_text("from my_rules import ways\n")
+    (package / "ways.py").write_text(MINE)
+    (tmp_path / "wants_more.py").write_text("import something_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "my_rules"
+    CATALOGUE.pop("halfway", None)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("my_rules", "ways")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("module", ["my_rules", "my_rules.ways"])
+def test_a_method_of_one_s_own_is_named_by_its_module(my_rules, module):
+    assert "halfway" not in CATALOGUE
+    found = parse(f"ima({module}.halfway(share=0.25), window=3)", "method")
+    assert found.inner.share == 0.25 and type(found.inner).__module__ == "my_rules.ways"
+    assert text(found) == "ima(my_rules.ways.halfway(share=0.25), window=3)"
+    assert parse(text(found)) == found
+    assert parse(f"{module}.halfway") == parse("halfway"), "entered, it has its plain name too"
+    assert text(parse("ima(fedavg)")) == "ima"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("my_rules.ways.unmarked", "my_rules.ways enters nothing called 'unmarked'; mark it"),
+        ("my_rules.fedavg", "my_rules enters nothing called 'fedavg'"),
+        ("my_rules.other.halfway", "no module 'my_rules.other'; install it, or add its folder"),
+        ("os.system('x')", "os enters nothing called 'system'"),
+        ("ima(no_such.halfway)", "no module 'no_such'"),
+        ("my_rules.ways.halfway(near=1)", "halfway has no argument 'near'"),
+        ("my_rules.ways.halfway()()", "only names from the catalogue can be called"),
+        ("my_rules.ways.halfway().name", "not a name or a call"),
+    ],
+)
+def test_what_a_module_does_not_enter_cannot_be_named(my_rules, source, told):
+    with pytest.raises(ExpressionError) as error:
+        parse(source, "method")
+    assert told in str(error.value)
+
+
+def test_a_module_that_cannot_be_imported_says_what_it_misses(my_rules):
+    with pytest.raises(ModuleNotFoundError, match="something_that_is_not_there"):
+        parse("wants_more.halfway", "method")
 
 
 def test_very_long_or_deep_text_is_refused():

@@ -77,6 +77,7 @@ TensorBoard = Annotated[
 
 def main() -> None:
     """Run the command line; a user's mistake is one line, not a traceback."""
+    sys.path.append(str(Path.cwd()))  # for modules of the user's own; last, so they hide none
     try:
         app()
     except (ValueError, RuntimeError, OSError) as error:

@@ -9,7 +9,7 @@ import sys
 from rich.table import Table
 
 from fedbasin.core.catalogue import Card, cards
-from fedbasin.core.expressions import parse, text
+from fedbasin.core.expressions import parse, text, title
 
 
 def cards_table() -> Table:
@@ -95,11 +95,13 @@ def cards_json(name: str | None) -> str:
 
 
 def _find(name: str) -> Card:
-    card = next((c for c in cards("method") if c.name == name), None)
-    if card is None:
-        parse(name, "method")  # says which names are near
+    known = {c.name: c for c in cards("method")}
+    if name not in known:
+        parse(name, "method")  # says which names are near; imports what a dotted one needs
+        known = {title(c): c for c in cards("method")}
+    if name not in known:
         raise ValueError(f"{name!r} is an expression; give the name of one method")
-    return card
+    return known[name]
 
 
 def _arguments(card: Card) -> list[str]:

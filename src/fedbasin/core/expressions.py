@@ -4,13 +4,18 @@
 holds, what the command line takes and what a run is called. Text is read with Python's own
 parser but only names from the catalogue, calls and literals are accepted: nothing is
 evaluated. `text` writes the canonical form, and `parse(text(x)) == x`.
+
+What a module outside fedbasin enters is called by that module too: ``my_rules.median`` imports
+``my_rules``, which has to enter ``median``, so a config file holds all that it takes to run it.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import importlib
 import math
+import sys
 import types
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
@@ -57,7 +62,7 @@ def parse(source: str, kind: Kind | None = None) -> Any:
         raise ExpressionError(
             f"cannot read {source!r}: write it like name or name(argument=value, ...)"
         ) from error
-    if not isinstance(tree, ast.Name | ast.Call):
+    if not isinstance(tree, ast.Call) and not _named(tree):
         raise ExpressionError(f"{source!r} is not a name or a call such as name(argument=value)")
     return _build(tree, kind)
 
@@ -81,7 +86,14 @@ def _call(card: Card, given: dict[str, Any]) -> str:
         nested = type(value) is Choice or any(c.make is type(value) for c in CATALOGUE.values())
         written = text(value)
         parts.append(written if nested and position == 0 else f"{parameter.name}={written}")
-    return f"{card.name}({', '.join(parts)})" if parts else card.name
+    return f"{title(card)}({', '.join(parts)})" if parts else title(card)
+
+
+def title(card: Card) -> str:
+    """Return what to call a card: by its module too where another process has to import one."""
+    module = card.make.__module__
+    known = module.partition(".")[0] in ("fedbasin", "__main__", "__mp_main__")
+    return card.name if known or module not in sys.modules else f"{module}.{card.name}"
 
 
 def _same(a: object, b: object) -> bool:
@@ -101,10 +113,10 @@ def _literal(value: object) -> str:
 
 def _build(node: ast.expr, kind: Kind | None) -> Any:
     call = node if isinstance(node, ast.Call) else None
-    name = call.func if call else node
-    if not isinstance(name, ast.Name):
+    name = _named(call.func if call else node)
+    if not name:
         raise ExpressionError(f"{ast.unparse(node)!r}: only names from the catalogue can be called")
-    card = _find(name.id, kind)
+    card = _find(name, kind)
     given: dict[str, Any] = {}
     known = {p.name: p for p in card.parameters}
     if call:
@@ -129,6 +141,14 @@ def _build(node: ast.expr, kind: Kind | None) -> Any:
     return _make(card, given)
 
 
+def _named(node: ast.expr) -> str:
+    """Return a name, with the dots it may have; nothing for anything else."""
+    if isinstance(node, ast.Attribute):
+        before = _named(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def _make(card: Card, given: dict[str, Any]) -> Any:
     if card.is_function:
         changed = [
@@ -143,8 +163,28 @@ def _make(card: Card, given: dict[str, Any]) -> Any:
         raise ExpressionError(f"{card.name}: {error}") from error
 
 
+def load_module(name: str) -> types.ModuleType:
+    """Import a module that a user named; one that is missing is a mistake of the text."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # found, but something it imports is missing
+        raise ExpressionError(
+            f"there is no module {name!r}; install it, or add its folder to PYTHONPATH"
+        ) from None
+
+
 def _find(name: str, kind: Kind | None) -> Card:
-    card = CATALOGUE.get(name)
+    module, _, last = name.rpartition(".")
+    if module:
+        load_module(module)
+    card = CATALOGUE.get(last)
+    if module and not (card and f"{card.make.__module__}.".startswith(f"{module}.")):
+        raise ExpressionError(
+            f"the module {module} enters nothing called {last!r}; mark it there with @entry "
+            "(examples/new_method.py)"
+        )
     if card is not None and kind in (None, card.kind):
         return card
     valid = [c.name for c in cards(kind)] if kind else list(CATALOGUE)
@@ -185,7 +225,7 @@ def _value(card: Card, parameter: Parameter, node: ast.expr) -> Any:
 
 
 def _read(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name | ast.Call):
+    if isinstance(node, ast.Call) or _named(node):
         return _build(node, None)
     if isinstance(node, ast.Tuple | ast.List):
         return tuple(_read(item) for item in node.elts)

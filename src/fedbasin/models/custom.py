@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedbasin.core.catalogue import entry
+from fedbasin.core.expressions import ExpressionError, load_module
 from fedbasin.models.dropout import number_sites
 from fedbasin.models.parts import Shape
 
@@ -21,14 +21,9 @@ def _load(path: str) -> Callable[..., Any]:
     if not module_name or not attribute:
         raise ValueError(f"path must look like 'package.module:factory', got {path!r}")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # found, but something it imports is missing
-        raise ValueError(
-            f"path={path!r}: there is no module {module_name!r}; "
-            "install it, or add its folder to PYTHONPATH"
-        ) from None
+        module = load_module(module_name)
+    except ExpressionError as error:
+        raise ValueError(f"path={path!r}: {error}") from None
     if not hasattr(module, attribute):
         raise ValueError(f"path={path!r}: the module {module_name} has no {attribute!r}")
     factory = getattr(module, attribute)
