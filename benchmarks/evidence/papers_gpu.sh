@@ -89,12 +89,14 @@ wcm() { # ResNet-18 with ImageNet's first layers: 20 (IF 0.01) to 70 (IF 1) a fu
         --seeds 1,2                                                                          # 480
 }
 
-cda() { # Fashion-MNIST: 40 a cell where 16 share the GPU, FedSAM's twice that
-    run fedcda/table1 --rows "fedavg,fedcda,fedexp,fedlaw" --columns "fmnist *" --seeds 0    # 960
+cda() { # Fashion-MNIST, where 16 share the GPU: 30 to 40 a cell, FedGEN's 60, FedSAM's 65 to 75
+    run fedcda/table1 --rows "fedavg,fedprox,fedexp,fedlaw,fedcda" --columns "fmnist *" --seeds 0  # 1100
     run fedcda/table1 --rows fedavg --columns "fmnist *" --seeds 1                           # 240
-    run fedcda/table1 --rows "fedprox,fedma,gamf" --columns "fmnist *" --seeds 0             # 720
-    run fedcda/table1 --rows "feddf,fedgen,fedsam" --columns "fmnist *" --seeds 0            # 960
-    run fedcda/table1 --columns "fmnist *" --seeds 0,1                                       # 2000
+    run fedcda/table1 --rows "feddf,fedgen" --columns "fmnist *" --seeds 0                   # 600
+    run fedcda/table1 --rows fedsam --columns "fmnist *" --seeds 0                           # 420
+    run fedcda/table1 --rows "fedma,gamf" --columns "fmnist *" --seeds 0                     # 400
+    run fedcda/table1 --rows "fedgen as fedbe" --columns "fmnist *" --seeds 0                # 240
+    run fedcda/table1 --columns "fmnist *" --seeds 0,1                                       # 2700
 }
 
 more() { # the same with further seeds

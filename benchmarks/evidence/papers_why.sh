@@ -3,7 +3,8 @@
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
 #                                                          tuned, shifted, precision, slow, shrunk,
-#                                                          averaged, split, refilled, dealt, mild, counted
+#                                                          averaged, split, pulled, richer, generated, refilled,
+#                                                          dealt, mild, counted
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -114,6 +115,25 @@ split() { # the same table: are Dirichlet splits not made within groups of ten c
     try "even weights" --set "method=fedavg(weighting='uniform')"
 }
 
+pulled() { # the same table: FedProx is 4 points behind FedAvg there; is its mu larger than 0.01?
+    for column in shards8 dir0.3 dir0.5; do
+        cell "fedprox $column" fedcda/table1 fedprox "fmnist $column"
+        try "mu 1" --set "method=fedprox(mu=1)"
+    done
+}
+
+richer() { # the same table: has FedDF's server more rows than FedLAW's, ten of a class?
+    for column in shards8 dir0.1; do
+        cell "feddf $column" fedcda/table1 feddf "fmnist $column"
+        try "500 a class" --set "method=feddf(epochs=5)" --set data.proxy_per_class=500
+    done
+}
+
+generated() { # the same table: does FedGEN weigh what it generates by less than A = B = 10?
+    cell "fedgen shards4" fedcda/table1 fedgen "fmnist shards4"
+    try "A and B 1" --set "method=fedgen(alpha=1, beta=1)"
+}
+
 refilled() { # FedWCM's Table 3: are classes that run out put back where clients hold few of them?
     for column in "if1 "{0.1,0.6} "if0.1 "{0.1,0.6} "if0.01 "{0.1,0.6}; do
         cell "fedavg $column" fedwcm/table3 fedavg "${column/ / beta}"
@@ -141,7 +161,7 @@ dealt() { # the same in small, for a CPU: 12 s a round of a core at IF 0.1, twic
 }
 
 mild() { # FedWCM's Table 3: is the column of IF 0.1, beta 0.1 one of a milder skew?
-    for where in "fedavg 1" "fedavg 10" "fedwcm 10"; do
+    for where in "fedavg 10" "fedwcm 10"; do
         cell "${where% *} if0.1" fedwcm/table3 "${where% *}" "if0.1 beta0.1"
         try "alpha ${where#* }" --set "partition.how=client_dirichlet(alpha=${where#* })"
     done
