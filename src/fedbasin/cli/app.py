@@ -128,7 +128,10 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="A TOML file with settings.")] = None,
     preset: Preset = None,
     method: Annotated[
-        str | None, typer.Option(help="How the server merges, e.g. 'scaffold(server_lr=0.5)'.")
+        str | None,
+        typer.Option(
+            help="How the server merges: 'ima(fedadam(lr=0.01))', or your own my_rules.median."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Randomness of the whole run.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
