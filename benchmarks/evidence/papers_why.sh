@@ -3,7 +3,7 @@
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
 #                                                          tuned, shifted, precision, slow, shrunk,
-#                                                          averaged, split, pulled, richer, generated, refilled,
+#                                                          averaged, split, pulled, taught, generated, refilled,
 #                                                          dealt, mild, counted
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
@@ -122,9 +122,10 @@ pulled() { # the same table: FedProx is 4 points behind FedAvg there; is its mu 
     done
 }
 
-richer() { # the same table: has FedDF's server more rows than FedLAW's, ten of a class?
+taught() { # the same table: is FedDF's Adam at 0.001 too fast for ten rows a class, or are these too few?
     for column in shards8 dir0.1; do
         cell "feddf $column" fedcda/table1 feddf "fmnist $column"
+        try "adam 1e-4" --set "method=feddf(lr=0.0001)"
         try "500 a class" --set "method=feddf(epochs=5)" --set data.proxy_per_class=500
     done
 }
