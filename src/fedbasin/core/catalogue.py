@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar, get_type_hints
 
 Kind = Literal["method", "rule", "partition", "model", "schedule", "participation"]
@@ -70,7 +71,7 @@ class Card:
         """Whether the entry is a function rather than a dataclass."""
         return not is_dataclass(self.make)
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The hyper-parameters, in the order they may be given without a name."""
         hints = get_type_hints(self.make)
