@@ -158,14 +158,16 @@ def test_wima_leaves_the_trajectory_alone(inner):
         assert torch.equal(a.send, b.send)
 
 
-def test_wima_averages_what_is_scored_where_another_model_is_sent():
-    models = walk(8)
-    for part, averaged in (("all", slice(0, 5)), ("head", slice(2, 5))):
-        for t, served in enumerate(feed(WIMA(Ahead(), window=3, part=part), models)):
-            expected = models[t].copy()
-            expected[averaged] = models[max(0, t - 2) : t + 1].mean(0)[averaged]
-            np.testing.assert_allclose(served.score, expected, rtol=1e-12)
-            np.testing.assert_allclose(served.send, models[t] + 10.0 * (t + 1), rtol=1e-12)
+@pytest.mark.parametrize("part", ["all", "head"])
+@pytest.mark.parametrize("kind", [WIMA, SWA])
+def test_what_is_scored_is_averaged_where_another_model_is_sent(kind, part):
+    models, averaged = walk(8), slice(0 if part == "all" else 2, 5)
+    method, width = (WIMA(window=3), 3) if kind is WIMA else (SWA(start=0.0, cycle=1), 8)
+    for t, served in enumerate(feed(replace(method, inner=Ahead(), part=part), models)):
+        expected = models[t].copy()
+        expected[averaged] = models[max(0, t + 1 - width) : t + 1].mean(0)[averaged]
+        np.testing.assert_allclose(served.score, expected, rtol=1e-12)
+        np.testing.assert_allclose(served.send, models[t] + 10.0 * (t + 1), rtol=1e-12)
 
 
 @pytest.mark.parametrize("server", ["fedadam(lr=0.1)", "fedavgm", "fedadam(ima(window=2))"])
@@ -412,6 +414,14 @@ def test_swa_cycles_begin_at_its_start():
         [p * f for p, f in zip(plain[20:28], factors * 2, strict=True)]
     )
     assert [p.lr for p in lrs(SWA(cycle=1))] == pytest.approx(plain)
+
+
+def test_swa_cycles_are_of_what_the_inner_method_plans():
+    inner = [p.lr for p in lrs(IMA(start=0.25))]
+    found = [p.lr for p in lrs(SWA(IMA(start=0.25), start=0.5, cycle=2, ratio=0.1))]
+    assert found[:20] == pytest.approx(inner[:20])
+    factors = [0.55, 0.1] * 10
+    assert found[20:] == pytest.approx([p * f for p, f in zip(inner[20:], factors, strict=True)])
 
 
 def test_swa_of_every_round_is_wima_without_an_end():
