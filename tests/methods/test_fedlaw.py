@@ -672,13 +672,6 @@ def test_bad_settings_are_refused(arguments, message):
         FedLAW(**arguments)
 
 
-def test_settings_left_out_are_those_of_the_paper_but_for_the_guard():
-    paper = FedLAW("both", gamma=1.0, swa=False, parameterisation="exponential", epochs=100)
-    paper = replace(paper, lr=0.01, batch=128, patience=0, stop_round=None, server_lr=1.0, guard=0)
-    assert replace(FedLAW(), guard=0) == replace(paper, weighting="samples", local=())
-    assert FedLAW().guard == 5.0 and not FedLAW().guard_growth
-
-
 def test_a_missing_proxy_set_is_named():
     server, replies, context = merged_in_a_round()
     with pytest.raises(ValueError, match="no proxy"):

@@ -449,12 +449,6 @@ def test_averages_have_the_type_of_the_models(source):
         assert served.send.dtype == served.score.dtype == torch.float32
 
 
-def test_settings_left_out_are_those_of_the_papers():
-    assert IMA() == IMA(window=5, start=0.75, decay="exponential", rate=0.03, low=5e-5)
-    assert WIMA() == WIMA(window=100, stride=1, part="all")
-    assert SWA() == SWA(start=0.75, cycle=10, ratio=0.01, feedback=False)
-
-
 def test_the_ends_of_what_is_allowed_are_allowed():
     assert IMA(window=1, start=0.0, rate=0.0, low=0.0).begins(40) == 0
     assert SWA(start=0.0, cycle=1, ratio=0.0).begins(context()) == 0
