@@ -226,6 +226,20 @@ def test_patience_ends_the_descent():
     assert len(trained) == 15 * 6
 
 
+@pytest.mark.parametrize(("falls_every", "passes"), [(1, 12), (2, 12), (3, 2)])
+def test_patience_counts_passes_in_a_row_and_an_equal_loss_is_no_progress(falls_every, passes):
+    class Stairs(Recorder):
+        def loss(self, vector, rows=None):
+            self.asked.append(rows.tolist())
+            return torch.tensor(100.0 - (len(self.asked) - 1) // falls_every)
+
+    proxy = Stairs([])
+    Refinement("sgd", 0.1, (0.0, 0.9), epochs=12, batch=8, holdout=0.25, patience=2).run(
+        torch.zeros(1).double(), towards_two([]), proxy, root(0)
+    )
+    assert len(proxy.asked) == 1 + passes
+
+
 @pytest.mark.parametrize("method", [FedDF(epochs=2), FedBE(epochs=2), ServerFT()], ids=str)
 def test_a_refiner_over_a_look_ahead_shifts_what_is_scored(method):
     inner = parse("fedacg")
