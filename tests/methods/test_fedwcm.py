@@ -1,6 +1,7 @@
 import logging
 from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fedbasin.core.vectors import Layout
 from fedbasin.experiment import from_mapping
 from fedbasin.experiment.build import build
 from fedbasin.local import SGD
+from fedbasin.local.client_momentum import EvenMomentum, SharedMomentum
 from fedbasin.methods import FedAvg, FedCM, FedWCM
 from fedbasin.methods.fedwcm import SCORES, TEMPERATURES, census
 from fedbasin.partition import Pool, client_dirichlet, longtail
@@ -217,6 +219,13 @@ def test_a_plan_in_steps_needs_no_evening_out():
     context = replace(federation.context, class_counts=torch.tensor(counts))
     context = context.at(0, 0.2, Plan(0.2, 2))  # 17 rows, 4 clients with rows, batches of 4
     assert method.broadcast(state, torch.zeros(15), context)[0].steps.item() == 4
+
+
+def test_a_client_that_takes_no_step_has_a_finite_rate():
+    shared = SharedMomentum(torch.ones(2), torch.tensor(0.1), torch.tensor(6.0))
+    for steps, pace in ((0.0, 6.0), (1.0, 6.0), (4.0, 1.5)):
+        start = SimpleNamespace(shared=shared, steps=torch.tensor(steps))
+        assert EvenMomentum().pace(EvenMomentum().begin(start, None)).item() == pace
 
 
 def weights_of(method, counts, sizes=None):
