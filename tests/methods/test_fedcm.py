@@ -112,6 +112,10 @@ def test_counted_by_rows_the_momentum_grows_without_bound_where_batches_are_not_
 def test_counted_by_rows_says_what_it_needs():
     with pytest.raises(ValueError, match=r"counted=.rows. needs local\.epochs and local\.batch"):
         list(rounds_of(full_batch(FedCM(counted="rows"), Plan(0.5, None, 1), 1)))
+    federation = linear_federation(FedCM(counted="rows"))
+    unknown = replace(federation, context=replace(federation.context, batch=0))
+    with pytest.raises(ValueError, match=r"counted=.rows. needs local\.epochs and local\.batch"):
+        next(iter(unknown.rounds_from(*unknown.begin())))
 
 
 def full_batch(method, plan, rounds, sgd=None):
