@@ -151,6 +151,22 @@ def test_polish_never_hurts_and_ends_where_no_single_change_helps():
             assert trial.objective(other) >= least - 1e-9
 
 
+@pytest.mark.parametrize("block", [selection._BLOCK, 1])
+@pytest.mark.parametrize("polish", [False, True])
+def test_a_gain_of_no_more_than_rounding_is_a_tie(monkeypatch, block, polish):
+    monkeypatch.setattr(selection, "_BLOCK", block)
+    for older, picked in ((1 - 1e-15, [0, 2]), (1 - 1e-9, [1, 3])):
+        squares = np.diag([1.0, older, 1.0, older, 0.0])  # two clients, the newest model first
+        candidates = Candidates(squares, np.zeros(4), np.ones(2), (2, 2), fixed_weight=1.0)
+        assert choose(candidates, [np.arange(2)], polish=polish).tolist() == picked
+
+
+def test_as_many_combinations_as_may_be_tried_are_allowed():
+    selection.check_combinations([2, selection.MOST_COMBINATIONS // 2])
+    with pytest.raises(ValueError, match="more than 20,000,000"):
+        selection.check_combinations([selection.MOST_COMBINATIONS + 1])
+
+
 def test_ties_take_the_newest():
     rng = np.random.default_rng(2)
     trial = Trial(rng, [3, 2, 3, 3], fixed=5, size=1000)

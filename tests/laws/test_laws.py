@@ -9,6 +9,7 @@ import torch
 
 import fedbasin.methods
 from fedbasin.core.catalogue import CATALOGUE, cards, entry
+from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Served, Wrapper
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.methods import FedAvg
@@ -33,6 +34,59 @@ def test_exemptions_name_laws_that_exist():
         assert set(card.exempt) <= known, card.name
         assert not isinstance(card.is_fedavg_when, str) or card.is_fedavg_when.startswith("never:")
     assert fedbasin.methods
+
+
+SETTINGS = """
+adabest(mu=0.02, beta=0.8, score='mean', weighting='uniform')
+balancefl(noise=True, distil=1.0, temperature=2.0, entropy=0.002, weighting='samples')
+creff(features=100, match=100, match_lr=0.1, epochs=300, lr=0.01, batch=32, weighting='samples')
+fedacg(momentum=0.85, beta=0.01, weighting='uniform')
+fedadagrad(fedavg, lr=0.1, beta1=0.0, tau=0.001, first='tau')
+fedadam(fedavg, lr=0.01, beta1=0.9, beta2=0.99, tau=0.001, first='tau', restart=1.0)
+fedasam(rho=0.7, eta=0.2, weighting='samples')
+fedavg(weighting='samples')
+fedavgm(fedavg, lr=1.0, momentum=0.9)
+fedbe(fedavg, samples=10, scale=0.1, mode='gaussian', mix='probabilities', temperature=0.5)
+fedbe(epochs=20, lr=0.001, optimiser='sgd', batch=128, average_from=500, average_every=25)
+fedcda(memory=3, batches=3, warmup=0.25, smoothness=1.0, strategy='greedy', weighting='uniform')
+fedcm(alpha=0.1, server_lr=1.0, weighting='uniform', counted='steps')
+feddf(fedavg, epochs=100, lr=0.001, optimiser='adam', betas=(0.9, 0.999), batch=128, clip=5.0)
+feddf(cosine=True, holdout=0.0, patience=0)
+feddyn(alpha=0.1, score='mean', by_size=False, guard=1e999, weighting='uniform')
+fedexp(fedavg, eps=0.001, average=True, follow_lr=False)
+fedfa(pull=0.1, keep=0.9, head_lr=0.001, calibrate_from=0.0, weighting='samples')
+fedgen(alpha=10.0, beta=10.0, decay=0.98, synthetic=20, weighting='samples')
+fedgen(steps=50, lr=0.0003, weight_decay=0.01, batch=32, noise=32, hidden=256)
+fedgma(fedavg, threshold=0.8, mask='soft', vote='clients', lr=1.0)
+fedgrab(kp=10.0, ki=0.01, kd=0.1, cut=0.95, weighting='samples')
+fedlaw(learn='both', gamma=1.0, guard=5.0, guard_growth=False, swa=False, weighting='samples')
+fedlaw(parameterisation='exponential', epochs=100, lr=0.01, batch=128, patience=0, server_lr=1.0)
+fedlesam(rho=0.1, weighting='uniform')
+fedma(fedavg, reference='server', sweeps=20)
+fednova(effective='lengths', weighting='samples')
+fedprox(mu=0.01, weighting='samples')
+fedsam(rho=0.1, weighting='samples')
+fedsmoo(rho=0.1, beta=10.0, sends='paper', weighting='uniform')
+fedspeed(rho=0.1, lam=10.0, share=1.0, server='paper', weighting='uniform')
+fedwcm(score='scarcity', temperature='imbalance', tau=0.3, momentum='mix', unequal=False)
+fedwcm(alpha=0.1, alpha_max=0.9, kappa=0.3, counted='steps', server_lr=1.0)
+fedyogi(fedavg, lr=0.01, beta1=0.9, beta2=0.99, tau=0.001, first='tau', restart=1.0)
+gamf(fedavg(weighting='uniform'), tau=0.05, decay=0.9, tau_end=0.005, sweeps=20, joint=True)
+ima(fedavg, window=5, start=0.75, decay='exponential', rate=0.03, low=5e-05, feedback=True)
+ldawa(clamp=False, weighting='uniform')
+mime(momentum=0.9, server_lr=1.0, weighting='uniform')
+mimelite(momentum=0.9, server_lr=1.0, weighting='uniform')
+mofedsam(rho=0.1, alpha=0.1, server_lr=1.0, weighting='uniform')
+scaffold(server_lr=1.0, option='steps', weighting='uniform')
+serverft(fedavg, epochs=2, lr=0.001, optimiser='adam', betas=(0.5, 0.999), batch=128)
+swa(fedavg, start=0.75, cycle=10, ratio=0.01, feedback=False)
+wima(fedavg, window=100, stride=1, part='all')
+"""
+
+
+@pytest.mark.parametrize("source", SETTINGS.split("\n")[1:-1])
+def test_settings_left_out_are_those_of_the_papers(source):
+    assert parse(source, "method") == parse(source.split("(")[0], "method")
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)

@@ -102,6 +102,13 @@ def test_a_wrapper_over_a_wrapper(place, tmp_path):
     assert method.base == quick("scaffold")
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_leaves_the_notes_of_its_base_in_the_record(wrapper):
+    made = federation(quick(wrapper, inner=quick("fedwcm")))
+    for _, record in made.rounds_from(*made.begin()):
+        assert {"alpha", "imbalance"} <= set(record.notes)
+
+
 LONG = 6
 LATE = {"start": 0.67, "window": 2}  # averages after round 4, counted from 0, of models from 3 on
 
@@ -152,6 +159,8 @@ def test_an_optimiser_that_restarts_goes_on_from_one_that_does_not(optimiser):
 def test_two_windows_part_where_the_first_of_them_needs_to():
     plain, later = quick("fedavg"), quick("ima", start=0.9, window=2)
     assert quick("ima", inner=later, start=0.67, window=3).trunk(LONG) == (plain, 2)
+    sooner = quick("ima", start=0.67, window=3)
+    assert quick("ima", inner=sooner, start=0.9, window=2).trunk(LONG) == (plain, 2)
     assert quick("ima", start=0.3, window=5).trunk(LONG) == (plain, 0)
     assert plain.trunk(LONG) == (plain, LONG)
 

@@ -218,6 +218,11 @@ def context(clients, round=0, seed=0, **settings):
     return Context(layout, clients, 100, root(seed), **settings).at(round, 0.1)
 
 
+def test_a_share_of_the_rounds_is_not_rounded_down_by_its_last_digit():
+    assert 0.29 * 100 < 29
+    assert FedCDA(warmup=0.29).begins(context(2)) == FedCDA(warmup=29).begins(context(2)) == 29
+
+
 def filled(method, rounds=3, clients=6, seed=0):
     """A memory after rounds in which all clients sent random models."""
     generator = torch.Generator().manual_seed(seed)

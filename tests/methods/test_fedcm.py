@@ -109,9 +109,22 @@ def test_counted_by_rows_the_momentum_grows_without_bound_where_batches_are_not_
     assert growth == pytest.approx(1.6 * 0.9, rel=1e-2)
 
 
+def test_steps_of_a_client_without_rows_are_not_compared():
+    server = torch.zeros(15, dtype=torch.float64)
+    replies = replies_of(torch.ones(3, 15, dtype=torch.float64), [5, 3, 0])
+    replies = replace(replies, steps=torch.tensor([2.0, 8.0, 1.0]).double())
+    context = linear_federation(FedCM()).context.at(0, 0.1)
+    served, _ = FedCM().aggregate(FedCM().init(server, context), server, replies, context)
+    assert served.notes.steps_ratio == 4
+
+
 def test_counted_by_rows_says_what_it_needs():
     with pytest.raises(ValueError, match=r"counted=.rows. needs local\.epochs and local\.batch"):
         list(rounds_of(full_batch(FedCM(counted="rows"), Plan(0.5, None, 1), 1)))
+    federation = linear_federation(FedCM(counted="rows"))
+    unknown = replace(federation, context=replace(federation.context, batch=0))
+    with pytest.raises(ValueError, match=r"counted=.rows. needs local\.epochs and local\.batch"):
+        next(iter(unknown.rounds_from(*unknown.begin())))
 
 
 def full_batch(method, plan, rounds, sgd=None):

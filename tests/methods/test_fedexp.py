@@ -46,11 +46,11 @@ def test_fedexp_equals_a_plain_numpy_loop(eps, follow_lr, weighting):
     assert min(steps) >= 1 and (eps or max(steps) > 1.0)
 
 
-def served(updates, method, weights=None):
+def served(updates, method, weights=None, lr=0.1):
     """What a method makes of updates [C, P] of a model at zero, in its second round."""
     models = torch.as_tensor(np.asarray(updates), dtype=torch.float64)
     server = torch.zeros(models.shape[1], dtype=torch.float64)
-    context = Context(Layout(("w",), ((models.shape[1],),)), 9, 5, root(0), round=1, lr=0.1)
+    context = Context(Layout(("w",), ((models.shape[1],),)), 9, 5, root(0), round=1, lr=lr)
     state = method.init(server, context)
     return method.aggregate(state, server, replies_of(models, weights), context)[0]
 
@@ -99,6 +99,29 @@ def test_the_middle_of_the_last_step_is_scored_from_the_second_round_on():
 def test_the_weighting_is_the_base_methods():
     method = parse("fedexp(wima(fedavgm(scaffold)))", "method")
     assert method.base == parse("scaffold", "method") and method.base.weighting == "uniform"
+    wrapped = parse("fedexp(fedavgm(fedavg('uniform')), eps=0)", "method")
+    updates = np.diag([1.0, 2.0, 3.0, 4.0])
+    assert eta(served(updates, wrapped, weights=[9, 1, 1, 1])) == pytest.approx(4 / 2)
+
+
+def test_a_client_without_rows_is_not_one_of_the_m():
+    found = eta(served(np.eye(4) * 10, FedExP(eps=0.5), weights=[1, 1, 1, 0]))
+    assert found == pytest.approx(100 / (2 * (100 / 3 + 3 * 0.5)))
+
+
+def test_a_first_round_at_a_learning_rate_of_zero_leaves_eps_as_it_is():
+    following = FedExP(eps=0.01, follow_lr=True)
+    assert eta(served(np.eye(6), following, lr=0.0)) == eta(served(np.eye(6), FedExP(eps=0.01)))
+
+
+def test_a_model_scored_apart_moves_with_the_one_that_is_sent():
+    """FedACG sends a look-ahead: both go on by the same difference, then half of the way back."""
+    updates, inner = np.eye(6), parse("fedacg(momentum=0.5)")
+    base, found = served(updates, inner), served(updates, FedExP(inner, eps=0.0))
+    further = (eta(found) - 1) * base.send
+    torch.testing.assert_close(found.send, base.send + further)
+    torch.testing.assert_close(found.score, base.score + further - found.send / 2)
+    assert eta(found) > 1 and not torch.equal(base.send, base.score)
 
 
 def test_averaged_iterates_make_batchnorm_statistics_stale():

@@ -16,7 +16,7 @@ from fedbasin.core.descent import Adam
 from fedbasin.core.heads import Head
 from fedbasin.core.rng import fold_in, root
 from fedbasin.local.step import SGD, Point, step
-from fedbasin.methods import FedAvg, FedGEN
+from fedbasin.methods import FedAvg, FedGEN, fedgen
 from fedbasin.methods.fedgen import Generator, SharedGenerator, generator_loss, labels_at, noise_at
 from fedbasin.testing import _one_round, toy_federation, trajectory
 
@@ -182,6 +182,25 @@ def test_only_marked_classes_are_drawn():
     counts = torch.bincount(drawn, minlength=6)
     assert counts[[0, 2, 5]].sum() == 0
     assert (counts[[1, 3, 4]] / 3000 - 1 / 3).abs().max() < 0.03
+
+
+def test_the_least_number_that_is_drawn_falls_on_a_marked_class(monkeypatch):
+    monkeypatch.setattr(fedgen, "uniform", lambda key, counter: torch.zeros(len(counter)))
+    assert labels_at(KEY, 3, torch.tensor([0.0, 0.0, 1.0, 1.0])).tolist() == [2, 2, 2]
+
+
+def test_a_class_once_learnt_stays_known_and_a_client_without_weight_teaches_none():
+    state, server, replies, context = _one_round(SMALL, 0)
+    count = len(replies.weights)
+    counts = torch.tensor([[0.0, 4.0, 0.0]]).repeat(count, 1).to(server)
+    counts[0] = torch.tensor([0.0, 0.0, 5.0])
+    weights = replies.weights * (torch.arange(count) > 0)
+    replies = replace(
+        replies, weights=weights, reports=(replies.reports[0]._replace(counts=counts),)
+    )
+    before = replace(state, known=torch.tensor([1.0, 0.0, 0.0]).to(server))
+    served, after = SMALL.aggregate(before, server, replies, context)
+    assert after.known.tolist() == [1, 1, 0] and served.notes.known == 2
 
 
 def test_classes_absent_from_the_cohort_are_not_learnt_nor_sent():

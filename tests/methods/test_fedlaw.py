@@ -146,6 +146,7 @@ def numpy_fedlaw(world, law, rounds):
         FedLAW("gamma", guard=50, epochs=9, lr=0.1, parameterisation="quadratic"),
         FedLAW("both", guard=30, guard_growth=True, epochs=9, lr=0.1),
         FedLAW("gamma", guard=9, guard_growth=True, epochs=9, parameterisation="quadratic"),
+        FedLAW("both", gamma=0.8, guard=30, epochs=3, lr=1e-4),
         FedLAW("lambda", epochs=6, batch=4, lr=0.2, gamma=0.9, stop_round=2),
         FedLAW("both", epochs=5, lr=0.05, parameterisation="quadratic", gamma=0.97, stop_round=3),
         FedLAW(swa=True, epochs=43, lr=0.03),
@@ -497,6 +498,25 @@ def test_patience_ends_a_descent_on_its_plateau():
     assert len(steps) == 4
 
 
+class Falling(Spy):
+    """A proxy set whose loss falls from pass to pass, though its second batch's rises."""
+
+    def loss(self, vector, rows=None):
+        if not torch.is_grad_enabled():
+            return self.inner.loss(vector, rows)
+        epoch, second = divmod(len(self.seen), 2)
+        self.seen.append(rows)
+        return 0 * vector.sum() + (1.0 + epoch if second else 20.0 - 3 * epoch)
+
+
+def test_progress_is_that_of_a_whole_pass():
+    server, replies, context = merged_in_a_round()
+    spy = Falling(context.proxy, [])
+    law = FedLAW(epochs=5, batch=8, patience=1, guard=0)
+    law.aggregate((), server, replies, replace(context, proxy=spy))
+    assert len(spy.seen) == 5 * 2
+
+
 @pytest.mark.parametrize("swa", [False, True])
 def test_the_guard_keeps_gamma_while_the_mean_says_less_than_nothing(swa):
     server, replies, context = merged_in_a_round(12)
@@ -644,6 +664,7 @@ def test_the_record_holds_gamma_lambda_and_the_losses():
         ({"patience": -1}, "patience must be at least 0"),
         ({"stop_round": -2}, "stop_round must be at least 0"),
         ({"learn": "gamma", "swa": True}, "swa averages lambda"),
+        ({"learn": "none", "swa": True}, "swa averages lambda: learn is 'none'"),
     ],
 )
 def test_bad_settings_are_refused(arguments, message):

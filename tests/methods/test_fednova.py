@@ -22,17 +22,19 @@ def work(steps, momentum, pull):
     return -place
 
 
-@pytest.mark.parametrize("effective", ["lengths", "steps"])
+@pytest.mark.parametrize(
+    ("effective", "weighting"), [("lengths", "samples"), ("steps", "samples"), ("steps", "uniform")]
+)
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
 @pytest.mark.parametrize("mu", [0.0, 0.5])
-def test_fednova_equals_a_plain_numpy_loop(momentum, mu, effective):
-    method = FedNova(effective, local=Prox(mu) if mu else ())
+def test_fednova_equals_a_plain_numpy_loop(momentum, mu, effective, weighting):
+    method = FedNova(effective, weighting, local=Prox(mu) if mu else ())
     federation = linear_federation(method, rounds=4, sgd=SGD(momentum))
     world = NumpyClients(federation)
     server, apart = world.start, 0.0
     for t, ours in enumerate(models(federation)):
         ends, sizes, steps = world.sgd(t, server, momentum=momentum, mu=mu)
-        p = sizes / sizes.sum()
+        p = sizes / sizes.sum() if weighting == "samples" else np.full(len(sizes), 1 / len(sizes))
         a = np.array([work(k, momentum, world.lr(t) * mu) for k in steps])
         tau = p @ (a if effective == "lengths" else steps)
         plain = p @ ends
@@ -118,6 +120,13 @@ def test_the_record_says_how_unequal_the_work_was():
     _, record = next(iter(federation.rounds_from(*federation.begin())))
     assert record.notes["length_ratio"] == 4.0  # 16 rows against 1, in batches of 4
     assert record.notes["effective"] == pytest.approx((16 * 8 + 1 * 2) / 17)
+
+
+def test_work_of_a_client_without_rows_is_not_compared():
+    counts = torch.tensor([2.0, 8.0, 1.0], dtype=torch.float64)
+    replies = replace(replies_of(torch.ones(3, 3), [5, 3, 0]), steps=counts, lengths=counts)
+    served, _ = FedNova().aggregate((), torch.zeros(3), replies, CONTEXT)
+    assert served.notes.length_ratio == 4
 
 
 def test_fednova_differs_from_fedavg_under_momentum_too():

@@ -1,6 +1,7 @@
 import logging
 from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 from methods.numpy_clients import NumpyClients, linear_federation, models
 
 from fedbasin.core.expressions import parse
-from fedbasin.core.method import Context, Plan
+from fedbasin.core.method import Context, Plan, PrivateCounts
 from fedbasin.core.rng import root
+from fedbasin.core.rule import Setting
 from fedbasin.core.vectors import Layout
 from fedbasin.experiment import from_mapping
 from fedbasin.experiment.build import build
 from fedbasin.local import SGD
+from fedbasin.local.client_momentum import EvenMomentum, SharedMomentum
 from fedbasin.methods import FedAvg, FedCM, FedWCM
 from fedbasin.methods.fedwcm import SCORES, TEMPERATURES, census
 from fedbasin.partition import Pool, client_dirichlet, longtail
@@ -134,6 +137,13 @@ def test_fedwcm_x_does_not_count_by_rows():
         FedWCM(unequal=True, counted="rows")
 
 
+@pytest.mark.parametrize("kind", [FedCM, FedWCM])
+def test_a_count_by_rows_comes_with_a_caution(kind):
+    even = Setting(momentum=0, weight_decay=0, clip=None, ragged=False, statistics=False)
+    assert "grow without bound" in next(kind(counted="rows").cautions(even))
+    assert not list(kind().cautions(even))
+
+
 def with_counts(method, counts, **settings):
     federation = linear_federation(method, **settings)
     context = replace(federation.context, class_counts=torch.as_tensor(counts))
@@ -211,6 +221,13 @@ def test_a_plan_in_steps_needs_no_evening_out():
     assert method.broadcast(state, torch.zeros(15), context)[0].steps.item() == 4
 
 
+def test_a_client_that_takes_no_step_has_a_finite_rate():
+    shared = SharedMomentum(torch.ones(2), torch.tensor(0.1), torch.tensor(6.0))
+    for steps, pace in ((0.0, 6.0), (1.0, 6.0), (4.0, 1.5)):
+        start = SimpleNamespace(shared=shared, steps=torch.tensor(steps))
+        assert EvenMomentum().pace(EvenMomentum().begin(start, None)).item() == pace
+
+
 def weights_of(method, counts, sizes=None):
     """The weights of one merge, read off one-hot models."""
     counts = torch.as_tensor(counts)
@@ -266,6 +283,39 @@ def test_scarce_classes_weigh_more_and_only_fedwcm_x_counts_samples():
     assert w[4] > w[2] > w[3] > w[0] == w[1]
     ratio = weights_of(FedWCM(tau=1.0, unequal=True), counts, sizes=[90, 90, 9, 9, 2]) / w
     np.testing.assert_allclose(ratio / ratio[4], [45, 45, 4.5, 4.5, 1], rtol=1e-12)
+
+
+def merged(method, **known):
+    """What a merge of clients 0 and 1 serves and leaves behind."""
+    context = Context(Layout(("w",), ((2,),)), 6, 1, root(0), batch=4, **known)
+    context = context.at(0, 0.1, Plan(0.1, 2))
+    server = torch.zeros(2, dtype=torch.float64)
+    replies = replies_of(torch.eye(2, dtype=torch.float64), [62, 41])
+    return method.aggregate(method.init(server, context), server, replies, context)
+
+
+HELD = torch.tensor([[60, 2, 0], [40, 0, 1], [0, 9, 3], [2, 2, 2]])
+SPARSE = torch.cat([HELD, torch.zeros(2, 3, dtype=HELD.dtype)])
+
+
+def test_clients_without_rows_have_no_part_in_what_the_scores_are_compared_with():
+    method = FedWCM(momentum="scores", alpha_max=1.0)
+    alphas = [merged(method, class_counts=counts)[1].alpha for counts in (HELD, SPARSE)]
+    assert alphas[0] == alphas[1] > method.alpha
+
+
+@pytest.mark.parametrize("score", ["scarcity", "tv", "inverse"])
+def test_what_clients_tell_in_place_of_their_counts_gives_the_same_merge(score):
+    method, total = FedWCM(score, momentum="scores", unequal=True), SPARSE.sum(0)
+    scores = torch.tensor([method.score_counts(row, total) for row in SPARSE], dtype=torch.float64)
+    private = PrivateCounts(total, scores, SPARSE.sum(1))
+    told, state = merged(method, private_counts=private)
+    shown, expected = merged(method, class_counts=SPARSE)
+    torch.testing.assert_close(told.send, shown.send, rtol=1e-12, atol=0)
+    torch.testing.assert_close(state.momentum, expected.momentum, rtol=1e-12, atol=0)
+    torch.testing.assert_close(state.alpha, expected.alpha, rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match="write momentum='scores' or momentum='fixed'"):
+        merged(FedWCM(score), private_counts=private)
 
 
 def test_edges_one_client_one_class_and_a_client_nobody_counted():

@@ -63,6 +63,12 @@ def test_the_cosine_is_of_parameters_not_of_updates_and_not_renormalised():
     assert merge(LDAWA(clamp=True), [turned, server], server).send[6] == pytest.approx(0.5)
 
 
+def test_a_client_without_rows_is_not_in_the_record():
+    server = np.arange(1.0, 12)
+    notes = merge(LDAWA(), [server, -server], server, [3, 0]).notes
+    assert notes.cosine_mean == pytest.approx(1) and notes.cosine_least == pytest.approx(1)
+
+
 def test_a_bias_that_starts_at_zero_is_averaged():
     server = np.zeros(11)
     models = np.random.default_rng(1).normal(size=(3, 11))

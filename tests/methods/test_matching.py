@@ -12,7 +12,7 @@ from torch import nn
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context
 from fedbasin.core.net import Net
-from fedbasin.core.permutations import best_order, needed, reorder
+from fedbasin.core.permutations import Group, Orders, Place, best_order, needed, reorder
 from fedbasin.core.rng import root
 from fedbasin.core.rule import Setting
 from fedbasin.methods import GAMF, FedAvg, FedMA
@@ -151,6 +151,21 @@ def test_an_order_with_blocks_is_the_best_of_all_that_keep_them(blocks):
             max(similarity[places, list(o)].sum() for o in kept)
         )
     assert (best_order(np.ones((6, 6)), blocks) == places).all()  # nothing to gain: as it stands
+
+
+def test_another_order_of_the_same_worth_is_left_as_it_is():
+    similarity = np.array([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    assert similarity[[0, 1, 2], [2, 0, 1]].sum() == np.trace(similarity)
+    assert best_order(similarity).tolist() == [0, 1, 2]
+
+
+def test_a_unit_that_is_back_in_its_place_has_not_moved():
+    group = Group((Place("w", 0, torch.arange(4)[:, None]),))
+    orders, swap = Orders(2, [group]), np.array([1, 0, 2, 3])
+    orders.change(0, 0, swap)
+    assert orders.moved() == 2 / 8
+    orders.change(0, 0, swap)
+    assert orders.moved() == Orders(2, []).moved() == 0
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rule import LocalRule, Setting
+from fedbasin.core.vectors import Layout
 from fedbasin.local import SAM, SGD
 from fedbasin.local.sharpness import ASAM
 from fedbasin.methods import FedASAM, FedAvg, FedCM, FedSAM, MoFedSAM
@@ -119,6 +121,13 @@ def test_without_weights_asam_is_sam():
     a = toy_federation(FedASAM(0.3, 0.2), module=Nameless())
     b = toy_federation(FedSAM(0.3), module=Nameless())
     same_models(a, b)
+
+
+def test_asam_scales_the_weights_of_recurrent_layers_too():
+    names = ("lstm.weight_ih_l0", "lstm.bias_ih_l0", "norm.weight")
+    net, start = SimpleNamespace(layout=Layout(names, ((2,), (2,), (1,)))), torch.ones(5)
+    carry = ASAM().begin(SimpleNamespace(vector=start), net)
+    assert carry.scaled.tolist() == [True, True, False, False, True]
 
 
 def test_asam_does_not_see_how_two_layers_share_their_size():

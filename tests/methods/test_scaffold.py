@@ -8,7 +8,7 @@ from methods.numpy_clients import NumpyClients, linear_federation, models
 from fedbasin.core.method import Plan
 from fedbasin.local import SGD
 from fedbasin.methods import FedAvg, Scaffold
-from fedbasin.testing import trajectory
+from fedbasin.testing import _one_round, trajectory
 
 
 def numpy_scaffold(world, rounds, option, weighting, server_lr, sgd):
@@ -117,3 +117,14 @@ def test_scaffold_removes_the_drift_that_stops_fedavg(option):
 def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="server_lr"):
         Scaffold(server_lr=0.0)
+
+
+def test_a_client_without_rows_leaves_the_servers_control_alone():
+    state, server, replies, context = _one_round(Scaffold(), 0)
+    counted = torch.arange(len(replies.weights)) > 0
+    cohort = replace(replies, weights=replies.weights * counted)
+    _, after = Scaffold().aggregate(state, server, cohort, context)
+    changes = replies.reports[0].control.numpy()
+    expected = state.control.numpy() + changes[1:].sum(0) / context.clients
+    np.testing.assert_allclose(after.control.numpy(), expected, rtol=1e-10, atol=1e-13)
+    assert np.abs(changes[0]).max() > 1e-3

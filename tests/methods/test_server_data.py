@@ -209,6 +209,14 @@ def test_the_best_model_on_rows_kept_aside_is_returned_and_they_are_never_traine
     assert all(set(rows) == held for rows in proxy.asked) and len(proxy.asked) == 41
 
 
+@pytest.mark.parametrize(("holdout", "held"), [(0.01, 1), (0.26, 6), (0.99, 19)])
+def test_rows_kept_aside_are_rounded_up_and_one_is_left_to_train_on(holdout, held):
+    proxy, trained = Recorder([]), []
+    once = Refinement("sgd", 0.1, (0.0, 0.9), holdout=holdout)
+    once.run(torch.zeros(1).double(), towards_two(trained), proxy, root(0))
+    assert len(proxy.asked[0]) == held and len(trained) == 20 - held
+
+
 def test_patience_ends_the_descent():
     proxy, trained = Recorder([]), []
     short = Refinement("sgd", 0.1, (0.0, 0.9), epochs=40, batch=8, holdout=0.25, patience=3)
@@ -216,6 +224,30 @@ def test_patience_ends_the_descent():
     assert float(found) == pytest.approx(2 - 2 * 0.9**6)  # 0.937; after it 1.139, 1.303, ...
     assert len(proxy.asked) == 1 + 3 + 3
     assert len(trained) == 15 * 6
+
+
+@pytest.mark.parametrize(("falls_every", "passes"), [(1, 12), (2, 12), (3, 2)])
+def test_patience_counts_passes_in_a_row_and_an_equal_loss_is_no_progress(falls_every, passes):
+    class Stairs(Recorder):
+        def loss(self, vector, rows=None):
+            self.asked.append(rows.tolist())
+            return torch.tensor(100.0 - (len(self.asked) - 1) // falls_every)
+
+    proxy = Stairs([])
+    Refinement("sgd", 0.1, (0.0, 0.9), epochs=12, batch=8, holdout=0.25, patience=2).run(
+        torch.zeros(1).double(), towards_two([]), proxy, root(0)
+    )
+    assert len(proxy.asked) == 1 + passes
+
+
+@pytest.mark.parametrize("method", [FedDF(epochs=2), FedBE(epochs=2), ServerFT()], ids=str)
+def test_a_refiner_over_a_look_ahead_shifts_what_is_scored(method):
+    inner = parse("fedacg")
+    base = trajectory(inner, rounds=1)[0]
+    found = trajectory(replace(method, inner=inner), rounds=1)[0]
+    moved = found.send - base.send
+    assert moved.norm() > 1e-4 and not torch.equal(base.send, base.score)
+    torch.testing.assert_close(found.score, base.score + moved, rtol=1e-12, atol=1e-14)
 
 
 def test_a_model_that_is_scored_apart_moves_by_the_same_shift():

@@ -9,6 +9,7 @@ from methods.numpy_clients import NumpyClients, linear_federation, models
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context
+from fedbasin.core.moments import restart_round
 from fedbasin.core.rng import root
 from fedbasin.core.vectors import Layout
 from fedbasin.local import SGD
@@ -154,6 +155,11 @@ def test_moments_start_anew_at_the_round_asked_for(make):
     plain = walk_along(make(), d)
     np.testing.assert_array_equal(found[:4], plain[:4])
     assert not np.allclose(found[4], plain[4], rtol=1e-6)
+
+
+def test_a_share_of_the_rounds_is_not_rounded_down_by_its_last_digit():
+    assert 0.29 * 100 < 29
+    assert restart_round(0.29, 100) == FedAdam(restart=0.29).trunk(100)[1] == 29
 
 
 @pytest.mark.parametrize("make", [FedAdam, FedYogi])

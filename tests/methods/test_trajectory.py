@@ -91,6 +91,27 @@ def test_bfloat16_halves_the_memory_and_keeps_three_digits_of_the_movement():
         mean(empty(3, models[0]))
 
 
+def test_a_window_forgets_what_a_huge_model_rounded_away():
+    window = empty(3, torch.zeros(1, dtype=torch.float64))
+    for model in (0.0, 1e20, 1.0, 2.0, 3.0, 4.0, 5.0):
+        window = push(window, torch.tensor([model], dtype=torch.float64))
+    assert mean(window).item() == 4.0
+
+
+@pytest.mark.parametrize("method", [WIMA(window=3), IMA(window=3)], ids=str)
+def test_a_window_is_stored_as_the_method_says(method):
+    def slots(like, **settings):
+        own = replace(method, **settings).begin(like, context())
+        windows = [own] if isinstance(method, WIMA) else [own.scored, own.sent]
+        return [slot for window in windows for slot in window.slots]
+
+    model, elsewhere = torch.zeros(5), torch.zeros(5, device="meta")
+    assert {slot.dtype for slot in slots(model)} == {torch.float32}
+    assert {slot.dtype for slot in slots(model, storage="bfloat16")} == {torch.bfloat16}
+    assert {slot.device.type for slot in slots(elsewhere)} == {"meta"}
+    assert {slot.device.type for slot in slots(elsewhere, on_cpu=True)} == {"cpu"}
+
+
 def test_a_running_mean_is_the_mean():
     models = walk(20)
     running = RunningMean(torch.zeros(5, dtype=torch.float64), 0)
@@ -135,6 +156,18 @@ def test_equation_4_equals_equation_6():
 def test_wima_leaves_the_trajectory_alone(inner):
     for a, b in zip(trajectory(WIMA(inner, window=3)), trajectory(inner), strict=True):
         assert torch.equal(a.send, b.send)
+
+
+@pytest.mark.parametrize("part", ["all", "head"])
+@pytest.mark.parametrize("kind", [WIMA, SWA])
+def test_what_is_scored_is_averaged_where_another_model_is_sent(kind, part):
+    models, averaged = walk(8), slice(0 if part == "all" else 2, 5)
+    method, width = (WIMA(window=3), 3) if kind is WIMA else (SWA(start=0.0, cycle=1), 8)
+    for t, served in enumerate(feed(replace(method, inner=Ahead(), part=part), models)):
+        expected = models[t].copy()
+        expected[averaged] = models[max(0, t + 1 - width) : t + 1].mean(0)[averaged]
+        np.testing.assert_allclose(served.score, expected, rtol=1e-12)
+        np.testing.assert_allclose(served.send, models[t] + 10.0 * (t + 1), rtol=1e-12)
 
 
 @pytest.mark.parametrize("server", ["fedadam(lr=0.1)", "fedavgm", "fedadam(ima(window=2))"])
@@ -235,6 +268,14 @@ def test_ima_averages_what_is_sent_and_what_is_scored_each_for_itself(first):
         np.testing.assert_array_equal(served.send, model)
 
 
+def test_ima_averages_the_same_part_of_what_is_sent():
+    models = walk(6)
+    sent = models + 10.0 * np.arange(1, 7)[:, None]
+    *_, last = feed(IMA(Ahead(), window=3, start=0.0, part="head"), models)
+    np.testing.assert_allclose(last.send, np.append(sent[-1, :2], sent[-3:, 2:].mean(0)))
+    np.testing.assert_allclose(last.score, np.append(models[-1, :2], models[-3:, 2:].mean(0)))
+
+
 @pytest.mark.parametrize("inner", ["feddyn", "fedacg", "adabest", "creff"])
 def test_the_first_mean_is_of_one_model_and_what_the_base_sends(inner):
     base = trajectory(parse(inner, "method"), rounds=1)[0]
@@ -305,6 +346,23 @@ def test_learning_rates_follow_the_closed_forms_and_are_continuous_at_the_start(
     assert epochs[50].lr == pytest.approx(0.01 * 0.99**50)
 
 
+def test_ima_decays_from_what_the_inner_method_plans():
+    inner = SWA(start=0.0, cycle=4, ratio=0.1)
+    cycles = [p.lr for p in lrs(inner)]
+    found = [p.lr for p in lrs(IMA(inner))]
+    assert found[:30] == pytest.approx(cycles[:30])
+    assert found[30:] == pytest.approx([cycles[30] * 0.97**k for k in range(10)])
+    assert [p.lr for p in lrs(IMA(inner, decay="none"))] == pytest.approx(cycles)
+    shorter = lrs(IMA(inner, decay="epochs", start=0.25))
+    assert [p.lr for p in shorter] == pytest.approx(cycles)
+    assert [p.epochs for p in shorter] == [5] * 30 + [4] * 10
+
+
+def test_a_share_of_the_rounds_is_not_rounded_down_by_its_last_digit():
+    assert 0.29 * 100 < 29
+    assert IMA(start=0.29).begins(100) == SWA(start=0.29).begins(context(rounds=100)) == 29
+
+
 def test_paper_example_of_the_learning_rate():
     """R = 400, t_s = 300: 4.9e-4 at the start of averaging and about 2.4e-5 at the end."""
     found = [p.lr for p in lrs(IMA(), rounds=400)]
@@ -358,6 +416,14 @@ def test_swa_cycles_begin_at_its_start():
     assert [p.lr for p in lrs(SWA(cycle=1))] == pytest.approx(plain)
 
 
+def test_swa_cycles_are_of_what_the_inner_method_plans():
+    inner = [p.lr for p in lrs(IMA(start=0.25))]
+    found = [p.lr for p in lrs(SWA(IMA(start=0.25), start=0.5, cycle=2, ratio=0.1))]
+    assert found[:20] == pytest.approx(inner[:20])
+    factors = [0.55, 0.1] * 10
+    assert found[20:] == pytest.approx([p * f for p, f in zip(inner[20:], factors, strict=True)])
+
+
 def test_swa_of_every_round_is_wima_without_an_end():
     swa = trajectory(SWA(start=0.0, cycle=1), rounds=6)
     wima = trajectory(WIMA(window=1000), rounds=6)
@@ -372,6 +438,21 @@ def test_swa_with_equal_learning_rates_trains_like_its_base():
 
 
 # --- all
+
+
+@pytest.mark.parametrize("source", ["ima", "wima", "swa(start=0.0, cycle=1)"])
+def test_averages_have_the_type_of_the_models(source):
+    method, models = parse(source, "method"), torch.from_numpy(walk(4)).float()
+    state = method.init(models[0], context(rounds=4))
+    for t, model in enumerate(models):
+        served, state = method.aggregate(state, model * 0, replies_of(model[None]), context(t, 4))
+        assert served.send.dtype == served.score.dtype == torch.float32
+
+
+def test_the_ends_of_what_is_allowed_are_allowed():
+    assert IMA(window=1, start=0.0, rate=0.0, low=0.0).begins(40) == 0
+    assert SWA(start=0.0, cycle=1, ratio=0.0).begins(context()) == 0
+    assert IMA(start=1.0).begins(40) == SWA(start=1.0).begins(context()) == 40
 
 
 @pytest.mark.parametrize(
