@@ -93,6 +93,41 @@ def test_what_is_scored_and_what_is_sent_are_kept_apart():
     assert found[0].notes == {"gamma": 0.5, "shares": [1.0, 1.0]}
 
 
+def test_the_update_is_of_what_is_sent():
+    found, plain = records(toy_federation(Apart())), records(toy_federation(FedAvg()))
+    assert [r.update_norm for r in found] == [r.update_norm for r in plain]
+
+
+def test_the_last_ten_rounds_are_scored_unless_told_otherwise():
+    found = records(replace(toy_federation(FedAvg(), rounds=14), evaluate_every=100))
+    assert [r.round for r in found if r.accuracy is not None] == list(range(5, 15))
+
+
+def listening(heard):
+    """FedAvg that keeps the context of every broadcast and every merge."""
+
+    class Listening(FedAvg):
+        def broadcast(self, state, server, context):
+            heard.append(context)
+            return super().broadcast(state, server, context)
+
+        def aggregate(self, state, server, replies, context):
+            heard.append(context)
+            return super().aggregate(state, server, replies, context)
+
+    return Listening()
+
+
+def test_a_method_is_told_the_round_and_its_plan():
+    heard = []
+    federation = toy_federation(listening(heard))
+    records(federation)
+    plans = [federation.schedule(round) for round in range(4)]
+    assert [context.round for context in heard] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [context.plan for context in heard] == [plan for plan in plans for _ in range(2)]
+    assert [context.lr for context in heard[::2]] == [plan.lr for plan in plans]
+
+
 class Batchy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -103,9 +138,9 @@ class Batchy(nn.Module):
         return self.head(self.norm(x))
 
 
-def statistics(policy, recalibrate=None):
+def statistics(policy, recalibrate=None, method=None):
     federation = toy_federation(
-        FedAvg(), module=Batchy(), rounds=1, participation="count(clients=2)"
+        method or FedAvg(), module=Batchy(), rounds=1, participation="count(clients=2)"
     )
     # BatchNorm cannot train on a batch of one row: take the clients that have none.
     federation = replace(
@@ -135,6 +170,28 @@ def test_statistics_follow_their_policy():
     np.testing.assert_allclose(after.buffers.numpy(), expected)
     _, _, after = statistics("recalibrate", lambda score, mean: mean * 0 + 7)
     assert after.buffers.tolist() == [7.0] * 8
+
+
+def test_statistics_are_renewed_for_the_model_that_is_scored():
+    seen = []
+    _, _, after = statistics("recalibrate", lambda *given: seen.append(given) or given[1], Apart())
+    ((scored, merged),) = seen
+    assert torch.equal(scored, after.score) and not torch.equal(scored, after.send)
+    assert torch.equal(merged, statistics("mean")[2].buffers)
+
+
+def test_statistics_travel_with_every_model():
+    federation = statistics("mean")[0]
+    (record,) = records(federation)
+    size = 8 * sum(part.numel() for part in federation.test.net.initial())
+    assert (record.bytes_down, record.bytes_up) == (2 * size, 2 * (size + 24))
+
+
+@pytest.mark.parametrize("policy", ["keep", "mean"])
+def test_the_servers_rows_are_seen_with_the_statistics_of_the_merged_model(policy):
+    heard = []
+    _, _, after = statistics(policy, method=listening(heard))
+    assert torch.equal(heard[-1].proxy.buffers, after.buffers)
 
 
 def test_a_batch_of_one_row_under_batchnorm_is_explained():
