@@ -98,6 +98,61 @@ def test_a_survey_sums_over_exactly_the_clients_rows():
         assert report.taken.tolist() == [2.0] * 6  # epochs: steps over steps of one pass
 
 
+class Numbers(NamedTuple):
+    round: Tensor
+    lr: Tensor
+    steps: Tensor
+    epoch_steps: Tensor
+    examples: Tensor
+    class_counts: Tensor
+    taken: Tensor
+    lr_sum: Tensor
+
+
+@dataclass(frozen=True)
+class Told(LocalRule):
+    """Report what a rule is told when a client begins and ends."""
+
+    def end(self, carry, start, finish):
+        began = start.round, start.lr, start.steps, start.epoch_steps, start.examples
+        return start.own, Numbers(*began, start.class_counts, finish.steps, finish.lr_sum)
+
+
+def test_a_rule_is_told_the_round_and_what_its_client_holds_and_does():
+    for federation in both(FedAvg(local=Told())):
+        server, states = federation.begin()
+        sent, plan = Sent(server.send, server.buffers, ((),), 3), federation.schedule(3)
+        replies = federation.executor.train(federation.eligible, sent, plan, states).replies
+        found, sizes = replies.reports[0], np.array([16, 9, 7, 5, 3, 1])
+        passes = -(-sizes // 4)
+        assert found.round.tolist() == [3] * 6 and found.lr.tolist() == [plan.lr] * 6
+        assert found.examples.tolist() == replies.weights.tolist() == sizes.tolist()
+        assert found.epoch_steps.tolist() == passes.tolist()
+        assert found.steps.tolist() == found.taken.tolist() == (plan.epochs * passes).tolist()
+        np.testing.assert_allclose(found.lr_sum, plan.lr * plan.epochs * passes)
+        counts = federation.executor.population.class_counts(3)
+        assert found.class_counts.tolist() == counts.tolist()
+
+
+def test_each_rule_uploads_what_the_one_before_it_would_have():
+    @dataclass(frozen=True)
+    class Doubled(LocalRule):
+        def upload(self, carry, start, finish):
+            return 2 * finish.vector
+
+    @dataclass(frozen=True)
+    class Raised(LocalRule):
+        def upload(self, carry, start, finish):
+            return finish.vector + 1
+
+        def end(self, carry, start, finish):
+            return start.own, finish.vector
+
+    for federation in both(FedAvg(local=(Doubled(), Raised()))):
+        replies = gathered(federation, federation.eligible).replies
+        torch.testing.assert_close(replies.models, 2 * replies.reports[1] + 1)
+
+
 def test_a_survey_of_more_rows_than_a_block_holds(monkeypatch):
     for module in ("fedbasin.local.train", "fedbasin.sim.survey"):
         monkeypatch.setattr(f"{module}.SURVEY_ROWS", 3)
