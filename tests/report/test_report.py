@@ -216,6 +216,30 @@ def test_seconds_and_bytes_add_up_on_the_axis(tmp_path):
     assert _band(found, "accuracy", _AXES["round"][1])[0].tolist() == [1, 3]
 
 
+def test_the_band_is_from_the_worst_to_the_best_seed_where_all_were_scored():
+    from fedbasin.report.curves import _AXES, _band
+
+    runs = [curve("a", 0, [0.1, 0.2, None, 0.4]), curve("a", 1, [0.3, None, 0.5, 0.8])]
+    x, low, mean, high = _band(runs, "accuracy", _AXES["bytes"][1])
+    assert x.tolist() == pytest.approx([(1 + 11) / 2e6, (4 + 44) / 2e6])
+    assert (low.tolist(), high.tolist()) == ([0.1, 0.4], [0.3, 0.8])
+    assert mean.tolist() == pytest.approx([0.2, 0.6])
+
+
+def test_curves_are_in_percent_and_told_apart(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **how: drawn.append(figure))
+    runs = [curve(f"method {n}", 0, [0.01 * n, 0.5]) for n in range(9)]
+    draw_curves([*runs, curve("never", 0, [None])], tmp_path / "figure.png")
+    lines = drawn[0].axes[0].lines
+    for n, line in enumerate(lines):
+        assert line.get_ydata().tolist() == pytest.approx([n, 50])
+    assert [line.get_label() for line in lines] == [run.label for run in runs]
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 9
+
+
 def test_reading_runs_needs_no_torch():
     code = "import sys, fedbasin.report.page; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
