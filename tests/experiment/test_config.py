@@ -113,6 +113,7 @@ def test_bad_settings_name_the_field_the_value_and_the_fix(mapping, words):
         ("local.clip", 0),
         ("sim.workers", 0),
         ("sim.chunk", 0),
+        ("sim.memory", 0),
         ("sim.evaluate_every", 1),
         ("sim.evaluate_last", 0),
         ("sim.checkpoint_every", 1),
