@@ -7,10 +7,10 @@ from torch import nn
 
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
-from fedbasin.core.rng import root
+from fedbasin.core.rng import fold_in, root
 from fedbasin.core.rule import Batch, LocalRule
 from fedbasin.local import SGD, Prox, Received, Shard, Trainer, batches
-from fedbasin.local.batches import count_steps
+from fedbasin.local.batches import ORDER, count_steps
 from fedbasin.local.step import Point, clipped, nesting, step, step_in_place, task_loss
 
 KEY = root(0).fold("client", 3, 4).tensor()
@@ -81,6 +81,25 @@ def test_shuffles_are_fair():
         for position, row in enumerate(batches(key, Plan(0.1, 1), 6, 6)[0].tolist()):
             positions[position, row] += 1
     assert np.abs(positions / 3000 - 1 / 6).max() < 0.03
+
+
+def test_order_augmentation_and_dropout_have_keys_of_their_own_in_every_step():
+    seen = [fold_in(fold_in(KEY, ORDER), epoch) for epoch in range(2)]
+
+    def augmenting(raw, key):
+        seen.append(key)
+        return transform(raw)
+
+    class Watching(LocalRule):
+        def loss(self, carry, value, view):
+            seen.append(view.key)
+            return value, carry
+
+    net, rules = make_net(), (Watching(),)
+    Trainer(net, rules, SGD(), 4, augmenting, 2).train(
+        make_shard(), received(net, rules), Plan(0.1, 2)
+    )
+    assert len({tuple(key.tolist()) for key in seen}) == len(seen) == 2 + 2 * 6
 
 
 # --- the step against torch's own optimiser
