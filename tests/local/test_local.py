@@ -181,6 +181,7 @@ def test_padding_has_no_weight():
     weight = torch.tensor([1.0, 1, 1, 0, 0], dtype=torch.float64)
     expected = nn.functional.cross_entropy(logits[:3], labels[:3])
     torch.testing.assert_close(task_loss(logits, Batch(logits, labels, weight)), expected)
+    assert task_loss(logits, Batch(logits, labels, 0 * weight)) == 0
 
 
 def test_clipping_shortens_only_what_is_too_long():
