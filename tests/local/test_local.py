@@ -164,6 +164,7 @@ def test_local_training_equals_torch_sgd(sgd):
     assert float(ours.last_loss) == pytest.approx(sum(v * n for v, n in last) / 11)
     assert float(ours.mean_loss) == pytest.approx(sum(v * n for v, n in losses) / 33)
     assert (ours.steps, ours.examples) == (9, 11) and ours.lr_sum == pytest.approx(1.8)
+    assert ours.length == sgd.length(9)
 
 
 def test_length_is_the_weight_of_the_gradients():
@@ -299,6 +300,35 @@ def test_rules_that_perturb_are_inside_and_a_second_pass_counts_once():
     assert float(value) == pytest.approx(plain.item())
 
 
+class Slower(LocalRule):
+    """Takes every step at half the rate and counts the directions it gave."""
+
+    def begin(self, start, net):
+        return torch.zeros(())
+
+    def direction(self, carry, vector, gradient):
+        return gradient(vector), carry + 1
+
+    def pace(self, carry):
+        return torch.tensor(0.5)
+
+
+def test_paces_shorten_the_whole_step_and_what_a_direction_carries_is_kept():
+    net, shard = make_net(), make_shard(6)
+    vector, buffers = net.initial()
+    batch = Batch(transform(shard.inputs), shard.labels, torch.ones(6, dtype=torch.float64))
+    moved = {}
+    for count in (0, 1, 2):
+        rules = (Slower(),) * count
+        carries = tuple(rule.begin(start_at(vector), net) for rule in rules)
+        point = Point(vector, torch.ones_like(vector), buffers, carries)
+        after, _ = step(point, batch, 0.3, KEY, net=net, rules=rules, sgd=SGD(0.9, 0.1))
+        moved[count] = after.vector - vector
+        assert [float(carry) for carry in after.carries] == [1.0] * count
+    torch.testing.assert_close(moved[1], moved[0] / 2)
+    torch.testing.assert_close(moved[2], moved[0] / 4)
+
+
 def test_full_gradient_is_that_of_the_whole_shard():
     net, shard = make_net(), make_shard(1100)
     vector, buffers = net.initial()
@@ -308,3 +338,14 @@ def test_full_gradient_is_that_of_the_whole_shard():
     torch.testing.assert_close(
         trainer.full_gradient(shard, vector, buffers), torch.autograd.grad(loss, leaf)[0]
     )
+
+
+def test_full_gradient_is_taken_with_the_statistics_received():
+    net, shard = make_net(nn.BatchNorm1d(3), nn.Linear(3, 2)), make_shard()
+    vector, buffers = net.initial()
+    buffers = buffers + 0.5
+    leaf = vector.clone().requires_grad_()
+    logits = net(leaf, transform(shard.inputs), buffers).logits
+    wanted = torch.autograd.grad(nn.functional.cross_entropy(logits, shard.labels), leaf)[0]
+    trainer = Trainer(net, (), SGD(), 4, transform, 2)
+    torch.testing.assert_close(trainer.full_gradient(shard, vector, buffers), wanted)
