@@ -11,6 +11,7 @@ from fedbasin.experiment.config import (
     LocalConfig,
     PartitionConfig,
     SimConfig,
+    SnapshotConfig,
     override,
     read_config,
     read_preset,
@@ -140,6 +141,12 @@ def test_snapshots_are_of_rounds_that_there_are():
     for round in (0, 5):
         with pytest.raises(ConfigError, match=rf"lie in 1 to 4 \(rounds\), got {round}"):
             from_mapping({"rounds": 4, "snapshots": {"rounds": [1, round]}})
+
+
+def test_every_kth_round_is_kept_beside_those_that_are_named():
+    assert SnapshotConfig().chosen(6) == set()
+    assert SnapshotConfig(every=3).chosen(6) == {3, 6}
+    assert SnapshotConfig(rounds=(1, 4), every=2).chosen(5) == {1, 2, 4}
 
 
 def test_without_ray_its_executor_names_the_extra(monkeypatch):
