@@ -300,6 +300,15 @@ def test_rules_that_perturb_are_inside_and_a_second_pass_counts_once():
     assert float(value) == pytest.approx(plain.item())
 
 
+class Replacing(LocalRule):
+    owns = frozenset({"loss"})
+
+
+def test_a_trainer_refuses_two_rules_for_one_thing():
+    with pytest.raises(ValueError, match="only one rule may replace the task loss"):
+        Trainer(make_net(), (Replacing(), Replacing()), SGD(), 4, transform, 2)
+
+
 class Slower(LocalRule):
     """Takes every step at half the rate and counts the directions it gave."""
 
