@@ -11,7 +11,7 @@ from fedbasin.report.curves import draw_curves
 from fedbasin.report.figures import write_figures
 from fedbasin.report.paired import paired_difference
 from fedbasin.report.runs import Run, find_runs, read_runs, shared_holdings
-from fedbasin.report.table import cells, differences, summarise
+from fedbasin.report.table import by_label, cells, differences, summarise
 
 
 def curve(method, seed, accuracies, status="finished"):
@@ -51,6 +51,20 @@ def test_rows_are_written_for_people():
     assert never == ("never", "-", "not reached", "1.0", "1")
 
 
+def test_a_target_that_every_seed_reached_needs_no_count():
+    (row,) = summarise(CURVES[:2], target=0.5)
+    assert (row.reached, row.rounds) == (2, 6) and cells(row)[2] == "6"
+
+
+def test_runs_are_gathered_by_label_and_their_seeds_stand_in_order():
+    runs = [curve(method, seed, [0.5]) for method, seed in (("b", 2), ("a", 0), ("b", 0), ("b", 1))]
+    found = by_label(runs)
+    assert [(label, [run.seed for run in members]) for label, members in found.items()] == [
+        ("b", [0, 1, 2]),
+        ("a", [0]),
+    ]
+
+
 @pytest.mark.parametrize("lines", [[0, 1, 1, 2], [0, 2], [2, 1, 0], [0, 1, 2, 3], []])
 def test_rounds_that_are_missing_or_doubled_are_a_problem(tmp_path, lines):
     folder = make_run(tmp_path / "r", rounds=4)
@@ -82,6 +96,11 @@ def test_a_paired_difference_is_that_of_scipy_on_the_common_seeds():
     assert (found.low, found.high) == pytest.approx((low, high))
     assert found.better == sum(x > y for x, y in zip(a, b, strict=True))
     assert paired_difference(theirs, ours).mean == pytest.approx(-found.mean)
+
+
+def test_two_seeds_are_enough_for_a_test():
+    found = paired_difference({0: 0.8, 1: 0.9}, {0: 0.7, 1: 0.7})
+    assert found.p == pytest.approx(stats.ttest_rel([0.8, 0.9], [0.7, 0.7]).pvalue)
 
 
 def test_without_a_spread_there_is_no_test():
