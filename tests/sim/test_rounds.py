@@ -1,3 +1,5 @@
+import signal
+import time
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,8 +13,12 @@ from fedbasin.core.record import RunFolder
 from fedbasin.core.state import read
 from fedbasin.local import Prox
 from fedbasin.methods import FedAvg, FedProx, Scaffold
-from fedbasin.sim import Diverged, run
+from fedbasin.sim import Diverged, Interrupted, run
 from fedbasin.testing import toy_federation
+
+
+class Crash(Exception):
+    pass
 
 
 def records(federation):
@@ -221,9 +227,6 @@ def test_resuming_into_a_round_without_replies_still_knows_one_model_from_two(tm
     after = next(n for n in range(1, 8) if n + 1 in lost)
     folder = RunFolder(tmp_path)
 
-    class Crash(Exception):
-        pass
-
     def crash(record):
         if record.round == after + 1:
             raise Crash
@@ -247,9 +250,10 @@ def test_a_run_writes_its_folder(tmp_path):
         np.mean([r.accuracy for r in found[-10:]])
     )
     assert summary["accuracy_last"] == found[-1].accuracy and summary["status"] == "finished"
-    assert summary["peak_memory_bytes"] > 1e6 and summary["bytes_up"] == sum(
-        r.bytes_up for r in found
-    )
+    assert summary["peak_memory_bytes"] > 1e6
+    for way in ("bytes_up", "bytes_down"):
+        assert summary[way] == sum(getattr(r, way) for r in found)
+    assert summary["loss_last"] == found[-1].loss
     last = models(federation)[-1]
     shipped = read(folder.model)
     flat = torch.cat([shipped[n].reshape(-1) for n in federation.test.net.layout.names])
@@ -271,9 +275,6 @@ def test_resuming_ends_in_the_same_bits_and_records(tmp_path, method, stop):
     federation = replace(toy_federation(method, rounds=8), dropout=0.5)
     run(federation, whole, {}, checkpoint_every=3)
 
-    class Crash(Exception):
-        pass
-
     def crash(record):
         if record.round == stop:
             raise Crash
@@ -285,3 +286,54 @@ def test_resuming_ends_in_the_same_bits_and_records(tmp_path, method, stop):
     run(replace(toy_federation(method, rounds=8), dropout=0.5), parts, {}, checkpoint_every=3)
     assert parts.model.read_bytes() == whole.model.read_bytes()
     assert timeless(parts) == timeless(whole)
+
+
+def test_a_run_goes_on_after_its_last_checkpoint_and_counts_the_seconds_before(tmp_path):
+    federation, folder = toy_federation(FedAvg(), rounds=8), RunFolder(tmp_path)
+
+    def slow(record):
+        time.sleep(0.05)
+        if record.round == 5:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run(federation, folder, {}, checkpoint_every=3, on_round=slow)
+    seen = []
+    summary = run(federation, folder, {}, checkpoint_every=3, on_round=seen.append)
+    assert [record.round for record in seen] == [4, 5, 6, 7, 8]
+    assert summary["seconds"] > 3 * 0.05
+
+
+def signal_in(round):
+    def ask(record):
+        if record.round == round:
+            signal.raise_signal(signal.SIGINT)
+
+    return ask
+
+
+def test_a_run_that_is_asked_to_stop_saves_its_round_first(tmp_path):
+    federation, folder = toy_federation(FedAvg(), rounds=8), RunFolder(tmp_path)
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(Interrupted, match="stopped by the user after round 4"):
+        run(federation, folder, {}, on_round=signal_in(4))
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert folder.read_summary()["status"] == "stopped" and not folder.model.exists()
+    seen = []
+    run(federation, folder, {}, on_round=seen.append)
+    assert [record.round for record in seen] == [5, 6, 7, 8]
+
+
+def test_a_run_that_is_asked_to_stop_in_its_last_round_is_finished(tmp_path):
+    federation, folder = toy_federation(FedAvg(), rounds=4), RunFolder(tmp_path)
+    assert run(federation, folder, {}, on_round=signal_in(4))["status"] == "finished"
+    assert folder.model.exists()
+
+
+def test_a_run_that_is_asked_twice_stops_at_once(tmp_path):
+    def twice(record):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(toy_federation(FedAvg()), RunFolder(tmp_path), {}, on_round=twice)
