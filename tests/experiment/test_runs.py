@@ -17,6 +17,7 @@ from fedbasin.experiment.build import cut_rows, pick_device
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
 from fedbasin.experiment.runs import Branch, commit_of, slug
 from fedbasin.methods import FedAvg
+from fedbasin.sim.provenance import identity
 
 SMALL = Experiment(
     model="mlp(widths=(16,))",
@@ -127,6 +128,21 @@ def test_a_run_goes_on_with_the_data_it_was_begun_on_alone(other, tmp_path, monk
     (tmp_path / "data.json").write_text("{")
     with pytest.raises(RecordError, match=r"data.json is not JSON"):
         resume(tmp_path)
+
+
+def test_data_is_told_apart_by_its_labels_and_by_who_holds_which_rows():
+    train, test = np.array([0, 1, 2, 0, 1]), np.array([2, 1])
+    clients = [np.array([0, 3]), np.array([1, 2])]
+    known = identity(train, test, clients)
+    assert known == identity(train.astype(np.int32), test, clients) and known["rows"] == 7
+    others = [
+        identity(train[::-1], test, clients),
+        identity(train, test[::-1], clients),
+        identity(train, test, clients[::-1]),
+        identity(train, test, [np.array([0, 4]), np.array([1, 2])]),
+        identity(train, test, [np.array([0, 3, 1]), np.array([2])]),
+    ]
+    assert len({each["hash"] for each in (known, *others)}) == 6
 
 
 def edit(config, before, after):
@@ -379,7 +395,11 @@ def test_a_branch_too_late_or_without_a_checkpoint_leaves_no_run(trunk, tmp_path
     assert not (tmp_path / "early/config.toml").exists()
 
 
-def test_what_lies_in_files_is_not_branched_from(tmp_path):
+@pytest.mark.parametrize(
+    ("method", "folder"), [("fedcda(store='disk')", "archive"), ("scaffold", "clients")]
+)
+def test_what_lies_in_files_is_not_branched_from(method, folder, tmp_path):
     """Files of models are swept away as a run goes on, so a checkpoint alone would not do."""
-    run(replace(LATE, method="fedcda(store='disk')"), tmp_path / "run", branching=(5,))
-    assert (tmp_path / "run/archive").is_dir() and not (tmp_path / "run/branches").exists()
+    spilling = replace(LATE.sim, client_memory=0.0)
+    run(replace(LATE, method=method, sim=spilling), tmp_path / "run", branching=(5,))
+    assert (tmp_path / "run" / folder).is_dir() and not (tmp_path / "run/branches").exists()
