@@ -149,6 +149,28 @@ def test_clients_are_told_apart_by_their_steps(local, told, caplog):
     assert ("different numbers of steps" in caplog.text) == told
 
 
+@pytest.mark.parametrize(("buffers", "told"), [("mean", True), ("recalibrate", False)])
+def test_averaged_models_are_cautioned_of_statistics_that_are_not_renewed(buffers, told, caplog):
+    settings = Experiment(
+        method="wima",
+        model="resnet8(norm='batch')",
+        data=DataConfig(proxy_per_class=2),
+        sim=SimConfig(buffers=buffers),
+    )
+    build(settings)
+    assert ("recalibrate" in caplog.text) == told
+
+
+def test_a_cohort_that_cannot_be_drawn_is_refused_before_the_run():
+    with pytest.raises(ValueError, match="51 clients asked for, only 50 hold data"):
+        build(Experiment(sim=SimConfig(participation="count(clients=51)")))
+
+
+def test_the_data_of_a_run_is_told_by_all_its_rows():
+    for settings in (DataConfig(), DataConfig(proxy_per_class=3), DataConfig(imbalance=0.5)):
+        assert build(Experiment(data=settings)).data["rows"] == 1797
+
+
 def test_renewed_statistics_weigh_every_row_of_the_server_alike():
     rng = np.random.default_rng(0)
     inputs = rng.integers(0, 256, (700, 4)).astype(np.uint8)
