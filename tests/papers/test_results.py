@@ -224,6 +224,9 @@ def test_the_share_of_the_data_is_what_the_run_had_of_what_was_published(monkeyp
     (tmp_path / "data.json").write_text('{"rows": 15000, "hash": ""}')
     assert data_share("cifar100", folder) == 0.25
     assert data_share("hf:some/images", folder) == 1  # nothing is known of it
+    sources = [SimpleNamespace(rows=rows) for rows in ((10_000, 0), (50_000, 10_000), None)]
+    monkeypatch.setitem(results.SOURCES, "in parts", sources)
+    assert data_share("in parts", folder) == 0.25  # of the largest
 
 
 def test_full_length_runs_stand_before_reduced_ones():
