@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from fedbasin.core.expressions import parse
 from fedbasin.core.method import Served
 from fedbasin.core.record import RunFolder
 from fedbasin.core.state import read
 from fedbasin.local import Prox
 from fedbasin.methods import FedAvg, FedProx, Scaffold
 from fedbasin.sim import Diverged, Interrupted, run
+from fedbasin.sim.run import graft
 from fedbasin.testing import toy_federation
 
 
@@ -337,3 +339,24 @@ def test_a_run_that_is_asked_twice_stops_at_once(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(toy_federation(FedAvg()), RunFolder(tmp_path), {}, on_round=twice)
+
+
+def test_the_model_that_is_scored_is_the_one_that_ships(tmp_path):
+    folder = RunFolder(tmp_path)
+    run(toy_federation(Apart()), folder, {})
+    assert all(not part.any() for part in read(folder.model).values())
+
+
+def test_a_branch_goes_on_with_what_its_trunk_had_learnt(tmp_path):
+    plain, late = (parse(e, "method") for e in ("fedavgm", "ima(fedavgm, window=2, start=0.5)"))
+    trunk, branch, whole = (RunFolder(tmp_path / name) for name in ("trunk", "branch", "whole"))
+    for folder in (trunk, branch, whole):
+        folder.path.mkdir()
+    method, common = late.trunk(8)
+    assert method == plain and 1 < common < 8
+    run(toy_federation(plain, rounds=8), trunk, {}, branching=(common,))
+    graft(toy_federation(late, rounds=8), branch, trunk, common)
+    for folder in (branch, whole):
+        run(toy_federation(late, rounds=8), folder, {})
+    for name, part in read(whole.model).items():
+        torch.testing.assert_close(read(branch.model)[name], part, rtol=1e-9, atol=0)
