@@ -211,6 +211,18 @@ def test_a_step_that_cannot_be_compiled_runs_as_it_is_and_says_so():
     assert_equal(ends, trained(cohort, Plan(0.1, 2), rounds=1))
 
 
+def test_a_step_that_fails_as_it_is_fails_at_once():
+    people, calls = executors("logistic", (1, 6, 6))[0].population, []
+
+    def broken(*given, **how):
+        calls.append(given)
+        raise ValueError("no such row")
+
+    with pytest.raises(ValueError, match="no such row"):
+        Lane(broken, broken, people).run(None, None, 1)
+    assert len(calls) == 1
+
+
 def test_whole_runs_agree_and_auto_picks_by_device_and_model(tmp_path):
     base = Experiment(
         method="scaffold",
