@@ -136,6 +136,17 @@ def test_a_method_is_told_the_round_and_its_plan():
     assert [context.lr for context in heard[::2]] == [plan.lr for plan in plans]
 
 
+def test_a_method_may_change_the_plan():
+    class Halving(FedAvg):
+        def plan(self, schedule, context):
+            plan = schedule(context.round)
+            return replace(plan, lr=plan.lr / 2)
+
+    federation = toy_federation(Halving())
+    found = [record.lr for record in records(federation)]
+    assert found == [federation.schedule(round).lr / 2 for round in range(4)]
+
+
 class Batchy(nn.Module):
     def __init__(self):
         super().__init__()
