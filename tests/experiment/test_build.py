@@ -6,12 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from fedbasin.core.method import Plan
+from fedbasin.core.net import Net
 from fedbasin.core.rng import root
 from fedbasin.data import load
-from fedbasin.experiment import Experiment
-from fedbasin.experiment.build import compiling_pays, cut_rows
-from fedbasin.sim import Population
+from fedbasin.experiment import Experiment, build
+from fedbasin.experiment.build import _recalibration, compiling_pays, cut_rows
+from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
+from fedbasin.local import SGD
+from fedbasin.sim import Examiner, Population
 
 
 def population(clients: int, rows: int) -> Population:
@@ -65,3 +70,115 @@ def test_held_out_rows_are_trained_on_by_nobody():
         np.isin(mine, before).all()
         for mine, before in zip(kept.clients, every.clients, strict=True)
     )
+
+
+def test_the_settings_of_a_run_reach_their_places():
+    local = LocalConfig(
+        lr=0.5,
+        steps=4,
+        batch=8,
+        momentum=0.5,
+        weight_decay=0.01,
+        clip=2.0,
+        schedule="exponential(decay=0.5)",
+    )
+    sim = SimConfig(
+        participation="count(clients=3)",
+        dropout=0.25,
+        executor="cohort",
+        compile="off",
+        chunk=2,
+        memory=0.5,
+        device="cpu",
+        buffers="keep",
+        evaluate_every=3,
+        evaluate_last=2,
+        client_memory=1.5,
+    )
+    parts = PartitionConfig(how="iid", clients=9)
+    found = build(Experiment(rounds=7, partition=parts, local=local, sim=sim))
+    assert [found.schedule(t) for t in (0, 2)] == [Plan(0.5, None, 4), Plan(0.125, None, 4)]
+    assert (found.rounds, found.dropout, found.buffers) == (7, 0.25, "keep")
+    assert (found.evaluate_every, found.evaluate_last) == (3, 2)
+    assert found.client_memory == 1.5 * 2**30
+    context, executor = found.context, found.executor
+    assert (context.clients, context.rounds, context.batch, context.momentum) == (9, 7, 8, 0.5)
+    assert context.examples == pytest.approx(executor.population.sizes.mean())
+    assert executor.trainer.sgd == SGD(0.5, 0.01, 2.0) and executor.trainer.batch == 8
+    assert (executor.compiled, executor.chunk, executor.memory) == (False, 2, 2**29)
+
+
+def test_the_partition_has_a_seed_of_its_own():
+    def held(**seeds):
+        parts = PartitionConfig(how="iid", clients=5, seed=seeds.get("partition", -1))
+        found = cut_rows(Experiment(seed=seeds["run"], partition=parts), load("digits"))
+        return found.parts.order.tolist()
+
+    assert held(run=1, partition=3) == held(run=2, partition=3) == held(run=3)
+    assert held(run=1, partition=3) != held(run=1, partition=4)
+    assert held(run=1) != held(run=2)
+
+
+def test_clients_without_rows_are_never_asked():
+    parts = PartitionConfig(how="class_dirichlet(alpha=0.01)", clients=60)
+    found = build(Experiment(partition=parts))
+    sizes = found.executor.population.sizes
+    assert (sizes == 0).any()
+    assert found.eligible.tolist() == [client for client in range(60) if sizes[client]]
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_augmentation_is_of_training_alone_and_only_where_asked(augment):
+    found = build(Experiment(model="logistic", data=DataConfig(augment=augment)))
+    trainer, rows = found.executor.trainer, found.test.inputs[:32]
+    plain, drawn = (trainer.transform(rows, key) for key in (None, root(0).tensor()))
+    assert torch.equal(plain, drawn) != augment
+
+
+@pytest.mark.parametrize(
+    ("local", "told"),
+    [
+        (LocalConfig(batch=35), True),  # of 36 rows two, of 35 one
+        (LocalConfig(batch=35, steps=3), False),
+        (LocalConfig(batch=20), False),  # two of either
+    ],
+)
+def test_clients_are_told_apart_by_their_steps(local, told, caplog):
+    sized = PartitionConfig(how="iid", clients=41)
+    build(Experiment(method="fedcm", partition=sized, local=local))
+    assert ("different numbers of steps" in caplog.text) == told
+
+
+@pytest.mark.parametrize(("buffers", "told"), [("mean", True), ("recalibrate", False)])
+def test_averaged_models_are_cautioned_of_statistics_that_are_not_renewed(buffers, told, caplog):
+    settings = Experiment(
+        method="wima",
+        model="resnet8(norm='batch')",
+        data=DataConfig(proxy_per_class=2),
+        sim=SimConfig(buffers=buffers),
+    )
+    build(settings)
+    assert ("recalibrate" in caplog.text) == told
+
+
+def test_a_cohort_that_cannot_be_drawn_is_refused_before_the_run():
+    with pytest.raises(ValueError, match="51 clients asked for, only 50 hold data"):
+        build(Experiment(sim=SimConfig(participation="count(clients=51)")))
+
+
+def test_the_data_of_a_run_is_told_by_all_its_rows():
+    for settings in (DataConfig(), DataConfig(proxy_per_class=3), DataConfig(imbalance=0.5)):
+        assert build(Experiment(data=settings)).data["rows"] == 1797
+
+
+def test_renewed_statistics_weigh_every_row_of_the_server_alike():
+    rng = np.random.default_rng(0)
+    inputs = rng.integers(0, 256, (700, 4)).astype(np.uint8)
+    net = Net(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), dtype=torch.float64)
+    labels = torch.zeros(700, dtype=torch.int64)
+    proxy = Examiner(net, torch.from_numpy(inputs), labels, lambda raw, key: raw.double(), 3)
+    renew = _recalibration(Experiment(sim=SimConfig(buffers="recalibrate")), net, proxy)
+    mean, variance = renew(*net.initial()).reshape(2, 4).numpy()
+    np.testing.assert_allclose(mean, inputs.mean(axis=0))
+    parts = [part.var(axis=0, ddof=1) for part in (inputs[:500], inputs[500:])]
+    np.testing.assert_allclose(variance, (5 * parts[0] + 2 * parts[1]) / 7)

@@ -11,6 +11,7 @@ from fedbasin.experiment.config import (
     LocalConfig,
     PartitionConfig,
     SimConfig,
+    SnapshotConfig,
     override,
     read_config,
     read_preset,
@@ -55,7 +56,9 @@ def test_resolving_is_canonical_and_idempotent():
     assert tight.method == "fedprox(mu=0.5)" and tight.partition.how == "dirichlet(alpha=0.1)"
     assert tight.local.schedule == "exponential(decay=0.9)" and tight.partition.seed == 3
     assert tight.resolved() == tight
-    assert Experiment(partition=PartitionConfig(seed=9), seed=3).resolved().partition.seed == 9
+    for seed in (0, 9):
+        fixed = Experiment(partition=PartitionConfig(seed=seed), seed=3)
+        assert fixed.resolved().partition.seed == seed
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,57 @@ def test_bad_settings_name_the_field_the_value_and_the_fix(mapping, words):
         from_mapping(mapping)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "least"),
+    [
+        ("rounds", 1),
+        ("seed", 0),
+        ("data.proxy_per_class", 0),
+        ("partition.clients", 1),
+        ("partition.seed", -1),
+        ("local.lr", 0),
+        ("local.epochs", 1),
+        ("local.steps", 0),
+        ("local.batch", 1),
+        ("local.weight_decay", 0),
+        ("local.clip", 0),
+        ("sim.workers", 0),
+        ("sim.chunk", 0),
+        ("sim.memory", 0),
+        ("sim.evaluate_every", 1),
+        ("sim.evaluate_last", 0),
+        ("sim.checkpoint_every", 1),
+        ("sim.client_memory", 0),
+        ("snapshots.every", 0),
+    ],
+)
+def test_a_setting_may_be_its_least_and_no_less(setting, least):
+    from_mapping(override({}, [f"{setting}={least}"]))
+    with pytest.raises(ConfigError, match=f"^{setting} must be at least {least}, got {least - 1}"):
+        from_mapping(override({}, [f"{setting}={least - 1}"]))
+
+
+@pytest.mark.parametrize("setting", ["partition.hold_out", "local.momentum", "sim.dropout"])
+def test_a_share_may_be_none_and_not_all(setting):
+    from_mapping(override({}, [f"{setting}=0.0"]))
+    for share in (-0.1, 1.0):
+        with pytest.raises(ConfigError, match=rf"^{setting} must be in \[0, 1\), got {share}"):
+            from_mapping(override({}, [f"{setting}={share}"]))
+
+
+def test_snapshots_are_of_rounds_that_there_are():
+    from_mapping({"rounds": 4, "snapshots": {"rounds": [1, 4]}})
+    for round in (0, 5):
+        with pytest.raises(ConfigError, match=rf"lie in 1 to 4 \(rounds\), got {round}"):
+            from_mapping({"rounds": 4, "snapshots": {"rounds": [1, round]}})
+
+
+def test_every_kth_round_is_kept_beside_those_that_are_named():
+    assert SnapshotConfig().chosen(6) == set()
+    assert SnapshotConfig(every=3).chosen(6) == {3, 6}
+    assert SnapshotConfig(rounds=(1, 4), every=2).chosen(5) == {1, 2, 4}
 
 
 def test_without_ray_its_executor_names_the_extra(monkeypatch):

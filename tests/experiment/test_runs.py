@@ -1,5 +1,6 @@
 import re
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -9,14 +10,15 @@ import torch
 
 from fedbasin import Experiment, compare, resume, run
 from fedbasin.core.catalogue import needs_of
-from fedbasin.core.record import RecordError
+from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.state import StateError, read
 from fedbasin.data import load
 from fedbasin.experiment import ConfigError, build
 from fedbasin.experiment.build import cut_rows, pick_device
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
-from fedbasin.experiment.runs import Branch, commit_of, slug
+from fedbasin.experiment.runs import Branch, _refuse_edited, commit_of, slug
 from fedbasin.methods import FedAvg
+from fedbasin.sim.provenance import identity
 
 SMALL = Experiment(
     model="mlp(widths=(16,))",
@@ -129,6 +131,21 @@ def test_a_run_goes_on_with_the_data_it_was_begun_on_alone(other, tmp_path, monk
         resume(tmp_path)
 
 
+def test_data_is_told_apart_by_its_labels_and_by_who_holds_which_rows():
+    train, test = np.array([0, 1, 2, 0, 1]), np.array([2, 1])
+    clients = [np.array([0, 3]), np.array([1, 2])]
+    known = identity(train, test, clients)
+    assert known == identity(train.astype(np.int32), test, clients) and known["rows"] == 7
+    others = [
+        identity(train[::-1], test, clients),
+        identity(train, test[::-1], clients),
+        identity(train, test, clients[::-1]),
+        identity(train, test, [np.array([0, 4]), np.array([1, 2])]),
+        identity(train, test, [np.array([0, 3, 1]), np.array([2])]),
+    ]
+    assert len({each["hash"] for each in (known, *others)}) == 6
+
+
 def edit(config, before, after):
     text = config.read_text()
     assert text.count(before) == 1
@@ -149,11 +166,32 @@ def test_a_run_goes_on_with_the_settings_it_was_begun_with_alone(tmp_path):
     assert resume(tmp_path)["status"] == "finished"
 
 
+def test_how_a_run_is_computed_may_change_and_what_it_computes_may_not(tmp_path):
+    folder, begun = RunFolder(tmp_path), SMALL.resolved()
+    folder.begun.write_text(begun.to_toml())
+    free = {
+        "device": "cpu", "workers": 2, "chunk": 3, "memory": 1.0, "client_memory": 1.0,
+        "checkpoint_every": 7,
+    }  # fmt: skip
+    held = {
+        "participation": "fraction(rate=0.4)", "dropout": 0.1, "executor": "loop",
+        "compile": "on", "precision": "fp64", "buffers": "keep", "evaluate_every": 2,
+        "evaluate_last": 3,
+    }  # fmt: skip
+    for name, value in (free | held).items():
+        edited = replace(begun, sim=replace(begun.sim, **{name: value}))
+        with pytest.raises(RecordError, match=name) if name in held else nullcontext():
+            _refuse_edited(folder, edited)
+
+
 def test_a_run_from_before_settings_were_kept_resumes(finished, tmp_path):
     with pytest.raises(Crash):
         run(SMALL, tmp_path, on_round=crash_at(6))
     (tmp_path / "begun.toml").unlink()
-    assert resume(tmp_path)["accuracy_last"] == finished[0]["accuracy_last"]
+    seen = []
+    resumed = resume(tmp_path, on_round=seen.append)
+    assert resumed["accuracy_last"] == finished[0]["accuracy_last"]
+    assert [record.round for record in seen] == list(range(5, 13))  # saved after every fourth
 
 
 def test_a_run_from_before_data_was_recorded_resumes_and_claims_nothing(tmp_path):
@@ -379,7 +417,11 @@ def test_a_branch_too_late_or_without_a_checkpoint_leaves_no_run(trunk, tmp_path
     assert not (tmp_path / "early/config.toml").exists()
 
 
-def test_what_lies_in_files_is_not_branched_from(tmp_path):
+@pytest.mark.parametrize(
+    ("method", "folder"), [("fedcda(store='disk')", "archive"), ("scaffold", "clients")]
+)
+def test_what_lies_in_files_is_not_branched_from(method, folder, tmp_path):
     """Files of models are swept away as a run goes on, so a checkpoint alone would not do."""
-    run(replace(LATE, method="fedcda(store='disk')"), tmp_path / "run", branching=(5,))
-    assert (tmp_path / "run/archive").is_dir() and not (tmp_path / "run/branches").exists()
+    spilling = replace(LATE.sim, client_memory=0.0)
+    run(replace(LATE, method=method, sim=spilling), tmp_path / "run", branching=(5,))
+    assert (tmp_path / "run" / folder).is_dir() and not (tmp_path / "run/branches").exists()

@@ -7,10 +7,10 @@ from torch import nn
 
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
-from fedbasin.core.rng import root
+from fedbasin.core.rng import fold_in, root
 from fedbasin.core.rule import Batch, LocalRule
 from fedbasin.local import SGD, Prox, Received, Shard, Trainer, batches
-from fedbasin.local.batches import count_steps
+from fedbasin.local.batches import ORDER, count_steps
 from fedbasin.local.step import Point, clipped, nesting, step, step_in_place, task_loss
 
 KEY = root(0).fold("client", 3, 4).tensor()
@@ -83,6 +83,25 @@ def test_shuffles_are_fair():
     assert np.abs(positions / 3000 - 1 / 6).max() < 0.03
 
 
+def test_order_augmentation_and_dropout_have_keys_of_their_own_in_every_step():
+    seen = [fold_in(fold_in(KEY, ORDER), epoch) for epoch in range(2)]
+
+    def augmenting(raw, key):
+        seen.append(key)
+        return transform(raw)
+
+    class Watching(LocalRule):
+        def loss(self, carry, value, view):
+            seen.append(view.key)
+            return value, carry
+
+    net, rules = make_net(), (Watching(),)
+    Trainer(net, rules, SGD(), 4, augmenting, 2).train(
+        make_shard(), received(net, rules), Plan(0.1, 2)
+    )
+    assert len({tuple(key.tolist()) for key in seen}) == len(seen) == 2 + 2 * 6
+
+
 # --- the step against torch's own optimiser
 
 
@@ -145,6 +164,7 @@ def test_local_training_equals_torch_sgd(sgd):
     assert float(ours.last_loss) == pytest.approx(sum(v * n for v, n in last) / 11)
     assert float(ours.mean_loss) == pytest.approx(sum(v * n for v, n in losses) / 33)
     assert (ours.steps, ours.examples) == (9, 11) and ours.lr_sum == pytest.approx(1.8)
+    assert ours.length == sgd.length(9)
 
 
 def test_length_is_the_weight_of_the_gradients():
@@ -162,6 +182,7 @@ def test_padding_has_no_weight():
     weight = torch.tensor([1.0, 1, 1, 0, 0], dtype=torch.float64)
     expected = nn.functional.cross_entropy(logits[:3], labels[:3])
     torch.testing.assert_close(task_loss(logits, Batch(logits, labels, weight)), expected)
+    assert task_loss(logits, Batch(logits, labels, 0 * weight)) == 0
 
 
 def test_clipping_shortens_only_what_is_too_long():
@@ -279,6 +300,44 @@ def test_rules_that_perturb_are_inside_and_a_second_pass_counts_once():
     assert float(value) == pytest.approx(plain.item())
 
 
+class Replacing(LocalRule):
+    owns = frozenset({"loss"})
+
+
+def test_a_trainer_refuses_two_rules_for_one_thing():
+    with pytest.raises(ValueError, match="only one rule may replace the task loss"):
+        Trainer(make_net(), (Replacing(), Replacing()), SGD(), 4, transform, 2)
+
+
+class Slower(LocalRule):
+    """Takes every step at half the rate and counts the directions it gave."""
+
+    def begin(self, start, net):
+        return torch.zeros(())
+
+    def direction(self, carry, vector, gradient):
+        return gradient(vector), carry + 1
+
+    def pace(self, carry):
+        return torch.tensor(0.5)
+
+
+def test_paces_shorten_the_whole_step_and_what_a_direction_carries_is_kept():
+    net, shard = make_net(), make_shard(6)
+    vector, buffers = net.initial()
+    batch = Batch(transform(shard.inputs), shard.labels, torch.ones(6, dtype=torch.float64))
+    moved = {}
+    for count in (0, 1, 2):
+        rules = (Slower(),) * count
+        carries = tuple(rule.begin(start_at(vector), net) for rule in rules)
+        point = Point(vector, torch.ones_like(vector), buffers, carries)
+        after, _ = step(point, batch, 0.3, KEY, net=net, rules=rules, sgd=SGD(0.9, 0.1))
+        moved[count] = after.vector - vector
+        assert [float(carry) for carry in after.carries] == [1.0] * count
+    torch.testing.assert_close(moved[1], moved[0] / 2)
+    torch.testing.assert_close(moved[2], moved[0] / 4)
+
+
 def test_full_gradient_is_that_of_the_whole_shard():
     net, shard = make_net(), make_shard(1100)
     vector, buffers = net.initial()
@@ -288,3 +347,14 @@ def test_full_gradient_is_that_of_the_whole_shard():
     torch.testing.assert_close(
         trainer.full_gradient(shard, vector, buffers), torch.autograd.grad(loss, leaf)[0]
     )
+
+
+def test_full_gradient_is_taken_with_the_statistics_received():
+    net, shard = make_net(nn.BatchNorm1d(3), nn.Linear(3, 2)), make_shard()
+    vector, buffers = net.initial()
+    buffers = buffers + 0.5
+    leaf = vector.clone().requires_grad_()
+    logits = net(leaf, transform(shard.inputs), buffers).logits
+    wanted = torch.autograd.grad(nn.functional.cross_entropy(logits, shard.labels), leaf)[0]
+    trainer = Trainer(net, (), SGD(), 4, transform, 2)
+    torch.testing.assert_close(trainer.full_gradient(shard, vector, buffers), wanted)

@@ -33,6 +33,22 @@ def test_cyclic_falls_to_its_ratio_at_the_end_of_every_cycle():
     assert lrs("cyclic(period=1)") == [0.1] * 40
 
 
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [
+        ("exponential", "decay=0.99"),
+        ("stepwise", "every=20, factor=0.5"),
+        ("cosine", "floor=0.0"),
+        ("cyclic", "period=20, ratio=0.01"),
+        ("epoch_decay", "every=20, least=1"),
+    ],
+)
+def test_what_is_left_out_is_as_documented(name, default):
+    left_out, written = parse(name, "schedule"), parse(f"{name}({default})", "schedule")
+    for round in range(120):
+        assert left_out(BASE, round, 120) == written(BASE, round, 120)
+
+
 def test_epoch_decay_drops_epochs_not_the_learning_rate():
     choice = parse("epoch_decay(every=10, least=2)", "schedule")
     assert [choice(BASE, t, 60).epochs for t in (0, 9, 10, 25, 30, 59)] == [5, 5, 4, 3, 2, 2]

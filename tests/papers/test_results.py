@@ -224,6 +224,9 @@ def test_the_share_of_the_data_is_what_the_run_had_of_what_was_published(monkeyp
     (tmp_path / "data.json").write_text('{"rows": 15000, "hash": ""}')
     assert data_share("cifar100", folder) == 0.25
     assert data_share("hf:some/images", folder) == 1  # nothing is known of it
+    sources = [SimpleNamespace(rows=rows) for rows in ((10_000, 0), (50_000, 10_000), None)]
+    monkeypatch.setitem(results.SOURCES, "in parts", sources)
+    assert data_share("in parts", folder) == 0.25  # of the largest
 
 
 def test_full_length_runs_stand_before_reduced_ones():
@@ -242,6 +245,51 @@ def test_a_run_that_diverged_or_never_got_there_is_counted():
     )
     assert found.ours == "60.00 (3 seeds), 1 diverged, 1 without a score"
     assert shown(line("scaffold", "a", 0, None)).ours == "no score (1 seed)"
+
+
+def test_the_last_line_of_a_seed_counts():
+    found = shown(line("scaffold", "a", 0, 40.0), line("scaffold", "a", 0, 60.0))
+    assert found.ours == "60.00 (1 seed)"
+
+
+def test_the_smallest_part_of_the_data_is_told():
+    results = [line("scaffold", "a", seed, 60.0, data_share=0.25 * (seed + 1)) for seed in (0, 1)]
+    assert shown(*results).ours == "60.00 ± 0.00 (2 seeds), on 25% of the data"
+
+
+def test_nearly_all_of_the_data_is_all_of_it():
+    assert shown(line("scaffold", "a", 0, 60.0, data_share=0.99)).verdict == "near"
+
+
+def test_lines_go_down_one_column_after_another():
+    lines = lines_of(TABLE, [], TABLE.rows, TABLE.columns)
+    assert [(found.column, found.row) for found in lines] == [
+        (column, row) for column in "ab" for row in ("fedavg", "scaffold")
+    ]
+
+
+def test_a_finding_that_names_no_cell_speaks_of_all():
+    table = read_table(TOML.replace('rows = ["scaf*"]\ncolumns = ["b"]\n', ""), "x/table1")
+    results = [line(row, "a", 0, 10.0, table=table) for row in ("fedavg", "scaffold")]
+    lines = lines_of(table, results, table.rows, table.columns[:1])
+    assert [found.verdict for found in lines] == ["missed", "missed"]
+
+
+def test_notes_have_four_digits_and_no_verdict():
+    score = '[score]\nkind = "note"\nnote = "gamma"\nbetween = [1, 5]\n[setup]'
+    table = read_table(TOML.replace("[setup]", score), "x/table1")
+    results = [line(row, "a", 0, 0.12345, table=table) for row in ("fedavg", "scaffold")]
+    _, found = lines_of(table, results, table.rows, table.columns[:1])
+    assert (found.ours, found.paper) == ("0.1235 (1 seed)", "60.0000")
+    assert (found.gain_ours, found.verdict) == ("+0.0000", "-")
+
+
+def test_what_the_paper_does_not_print_is_not_judged():
+    table = read_table(TOML.replace("[60.0, 60.0]", '["figure", 60.0]'), "x/table1")
+    (found,) = lines_of(
+        table, [line("scaffold", "a", 0, 10.0, table=table)], table.rows[1:], table.columns[:1]
+    )
+    assert (found.paper, found.difference, found.verdict) == ("figure", "-", "-")
 
 
 def test_results_of_other_settings_are_left_out():
@@ -324,6 +372,10 @@ def test_the_hash_is_of_what_can_change_a_result():
     assert fingerprint(here) == fingerprint(experiment_of(table, *cell, seed=0, device="cpu"))
     kept = replace(here, snapshots=replace(here.snapshots, every=5))
     assert fingerprint(here) == fingerprint(kept)
+    for name, value in {"workers": 2, "checkpoint_every": 7, "executor": "loop"}.items():
+        assert fingerprint(here) == fingerprint(
+            replace(here, sim=replace(here.sim, **{name: value}))
+        )
     other = replace(here, local=replace(here.local, lr=0.02))
     assert len({fingerprint(e) for e in (here, other, replace(here, seed=1))}) == 3
     assert fingerprint(here) != fingerprint(replace(here, sim=replace(here.sim, precision="fp64")))

@@ -6,7 +6,7 @@ import pytest
 
 from fedbasin.core.expressions import parse
 from fedbasin.papers import PaperError, load_paper, load_table, reason, table_names
-from fedbasin.papers.grid import experiment_of, method_of
+from fedbasin.papers.grid import experiment_of, method_of, tasks_of
 from fedbasin.papers.tables import MARKS, paper_names, read_table, select
 
 TABLES = [load_table(name) for name in table_names()]
@@ -162,6 +162,76 @@ def test_a_small_table_reads():
     assert method_of(table, row, column) == "fedprox(mu=0.2)"
     assert table.baseline(row, column) == (table.rows[0], column)
     assert table.baseline(table.rows[0], column) is None
+
+
+LAYERED = """
+title = "a table"
+seeds = [0]
+[values]
+mu = 0.1
+name = "fedprox"
+[setup]
+rounds = 200
+[setup.local]
+lr = 0.5
+batch = 7
+[[rows]]
+name = "plain"
+method = "{name}(mu={mu})"
+[[rows]]
+name = "own"
+method = "{name}(mu={mu})"
+values = { mu = "{most}", most = 0.3 }
+setup = { local = { lr = 0.3 } }
+[[columns]]
+name = "a"
+[[columns]]
+name = "b"
+values = { mu = 0.2 }
+setup = { rounds = 30, local = { lr = 0.2, momentum = 0.9 } }
+[published]
+"""
+
+
+def test_a_row_goes_before_a_column_and_a_column_before_the_table():
+    table = read_table(LAYERED, "x/table1")
+    made = {
+        (row.name, column.name): experiment_of(table, row, column, seed=0)
+        for row in table.rows
+        for column in reversed(table.columns)
+    }
+    settings = {cell: (e.method, e.local.lr, e.local.momentum) for cell, e in made.items()}
+    assert settings == {
+        ("plain", "a"): ("fedprox(mu=0.1)", 0.5, 0.0),
+        ("plain", "b"): ("fedprox(mu=0.2)", 0.2, 0.9),
+        ("own", "a"): ("fedprox(mu=0.3)", 0.3, 0.0),
+        ("own", "b"): ("fedprox(mu=0.3)", 0.3, 0.9),
+    }
+    assert {e.local.batch for e in made.values()} == {7}
+
+
+def test_a_stopped_run_loses_a_tenth_at_most_and_short_ones_ten_rounds():
+    table = read_table(LAYERED, "x/table1")
+    every = [
+        experiment_of(table, table.rows[0], column, seed=0).sim.checkpoint_every
+        for column in table.columns
+    ]
+    assert every == [20, 10]
+
+
+def test_a_grid_is_laid_out_seed_by_seed_and_column_by_column():
+    table = read_table(SMALL.replace('name = "a"', 'name = "a"\ncannot = "why"'), "x/table1")
+    tasks, reasons = tasks_of(table, table.rows, table.columns, [3, 1])
+    assert [(t.seed, t.column.name, t.row.name) for t in tasks] == [
+        (seed, "b", row) for seed in (3, 1) for row in ("fedavg", "fedprox")
+    ]
+    assert reasons == {"why": ["fedavg | a", "fedprox | a"]}
+
+
+def test_a_share_of_the_rounds_is_rounded_to_the_nearest():
+    table = read_table(SMALL.replace("rounds = 4", "rounds = 100"), "x/table1")
+    tasks, _ = tasks_of(table, table.rows[:1], table.columns[:1], [0], share=0.29)
+    assert tasks[0].experiment.rounds == 29
 
 
 def test_fractions_are_read_as_percent():

@@ -50,6 +50,14 @@ def test_every_row_of_a_class_is_equally_likely():
     assert np.abs(hits - expected).max() < 5 * np.sqrt(750)
 
 
+def test_every_row_is_equally_likely_to_be_dealt_again_first():
+    labels, counts, rng = np.zeros(5, np.int64), np.array([[1], [1]]), np.random.default_rng(0)
+    hits = np.zeros(5)
+    for _ in range(2000):
+        hits += np.bincount(deal_again(labels, counts, rng).order, minlength=5)
+    assert np.abs(hits - 800).max() < 5 * np.sqrt(2000 * 0.4 * 0.6)
+
+
 def test_fill_up_by_hand():
     counts = np.array([[9, 0, 0], [1, 0, 2], [0, 0, 0], [5, 8, 0], [0, 0, 4]])
     # Client 1 holds most of class 2: it takes from client 4, the only other holder, which is at

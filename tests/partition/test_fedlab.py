@@ -28,6 +28,46 @@ def test_rows_are_those_of_hetero_dir_partition(seed, alpha, minimum, first, row
     assert hashlib.blake2b(order.tobytes(), digest_size=8).hexdigest() == rows
 
 
+def hetero_dir_partition(labels, clients, classes, alpha, seed):
+    """FedLab's rule for one draw, in plain loops: each client's rows."""
+    draws, held = np.random.RandomState(seed), [[] for _ in range(clients)]
+    for label in range(classes):
+        rows = np.flatnonzero(labels == label)
+        draws.shuffle(rows)
+        shares = draws.dirichlet(np.repeat(alpha, clients))
+        fair = len(labels) / clients
+        shares = [q * (len(mine) < fair) for q, mine in zip(shares, held, strict=True)]
+        if len(rows):
+            ends = (np.cumsum(np.array(shares) / sum(shares)) * len(rows)).astype(int)[:-1]
+            for mine, more in zip(held, np.split(rows, ends), strict=True):
+                mine.extend(more.tolist())
+    return [sorted(mine) for mine in held]
+
+
+def test_a_class_without_rows_is_drawn_for_all_the_same():
+    labels = np.repeat([0, 2, 5], 40)
+    for seed in range(5):
+        split = fedlab_dirichlet(Pool(labels, 7), 4, RNG, alpha=1.0, seed=seed, minimum=0)
+        theirs = hetero_dir_partition(labels, 4, 7, 1.0, seed)
+        assert [mine.tolist() for mine in split.clients] == theirs
+
+
+def test_a_last_class_without_rows_asks_nobody_for_room():
+    split = fedlab_dirichlet(Pool(np.array([0, 1]), 3), 2, RNG, alpha=1.0, seed=0, minimum=1)
+    assert split.sizes().tolist() == [1, 1]
+
+
+def test_what_is_left_out_is_as_in_fedlab():
+    small = Pool(LABELS[:400], 10)
+    for how, given, default in (
+        (fedlab_dirichlet, {"alpha": 0.1}, {"minimum": 10}),
+        (fedlab_shards, {}, {"per_client": 2}),
+    ):
+        left_out = how(small, 10, RNG, seed=1, **given)
+        written = how(small, 10, RNG, seed=1, **given, **default)
+        assert [c.tolist() for c in left_out.clients] == [c.tolist() for c in written.clients]
+
+
 def test_classes_are_those_of_shards_partition():
     """`np.random.seed(7); shards_partition(LABELS, 10, 40)`."""
     split = fedlab_shards(POOL, 10, RNG, seed=7, per_client=4)

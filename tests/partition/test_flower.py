@@ -57,10 +57,13 @@ def stand_in(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=Columns))
 
 
-@pytest.mark.parametrize(("column", "names"), [("label", {}), ("group", {}), ("y", {"label": "y"})])
+@pytest.mark.parametrize(
+    ("column", "names"),
+    [("label", {}), ("group", {}), ("y", {"label": "y"}), ("who", {"group": "who"})],
+)
 def test_partitions_become_clients(stand_in, column, names):
     split = from_flower(ByColumn(column), POOL, **names)
-    by = POOL.groups if column == "group" else POOL.labels
+    by = POOL.groups if column in ("group", "who") else POOL.labels
     expected = [np.flatnonzero(by == value).tolist() for value in range(by.max() + 1)]
     assert [client.tolist() for client in split.clients] == expected
     assert split.rows == 40

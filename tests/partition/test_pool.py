@@ -93,6 +93,13 @@ def test_hold_out_leaves_every_client_the_rest_of_its_own_rows(sizes, share):
         assert set(mine.tolist()) <= set(before.tolist())
 
 
+def test_a_share_that_is_a_whole_number_of_rows_is_held_out_whole():
+    split = cut(np.arange(100), np.array([100]), 100)
+    for hundredths in range(100):
+        kept = split.hold_out(hundredths / 100, np.random.default_rng(0))
+        assert kept.sizes().tolist() == [100 - hundredths]
+
+
 def test_what_is_held_out_is_drawn():
     split = cut(np.arange(1000), np.array([1000]), 1000)
     (kept,) = split.hold_out(0.3, np.random.default_rng(0)).clients
@@ -127,3 +134,10 @@ def test_measures_against_scipy_and_a_loop(clients, classes, seed):
         assert effective_classes(counts)[k] == pytest.approx(np.exp(entropy(row)))
         gap = sum(abs(row[c] / row.sum() - total[c] / total.sum()) for c in range(classes)) / 2
         assert distance_from_global(counts)[k] == pytest.approx(gap)
+
+
+def test_a_split_that_holds_nothing_has_no_measures():
+    nothing = np.zeros((2, 3), np.int64)
+    assert classes_held(nothing).tolist() == [0, 0]
+    assert np.isnan(effective_classes(nothing)).all()
+    assert np.isnan(distance_from_global(nothing)).all()

@@ -18,7 +18,9 @@ from fedbasin.partition import (
     quantity_skew,
     shards,
 )
+from fedbasin.partition.by_class import _draw
 from fedbasin.partition.by_client import client_counts
+from fedbasin.partition.deal import fill_up, missing
 from fedbasin.partition.measures import classes_held, distance_from_global, effective_classes
 
 CIFAR10 = Pool(np.repeat(np.arange(10), 5000), 10)
@@ -147,6 +149,25 @@ def test_a_draw_that_meets_the_minimum_is_left_alone():
     assert np.array_equal(free.order, dirichlet(CIFAR10, 10, seeded(3), alpha=5.0).order)
 
 
+@pytest.mark.parametrize(("minimum", "met"), [(6, True), (11, False)])
+def test_of_fifty_draws_the_first_that_meets_the_minimum_counts_or_the_nearest(minimum, met):
+    pool, rng = Pool(np.repeat(np.arange(4), 40), 4), seeded(1)
+    draws = [_draw(pool.class_sizes, 10, rng, 0.8, False) for _ in range(50)]
+    lacking = [missing(draw, minimum) for draw in draws]
+    chosen = int(np.argmin(lacking))
+    assert 0 < chosen < 49 and (lacking[chosen] == 0) == met
+    split = dirichlet(pool, 10, seeded(1), alpha=0.8, minimum=minimum, balance=False)
+    expected = fill_up(draws[chosen], minimum)
+    assert split.counts(pool.labels, 4).tolist() == expected.tolist()
+
+
+def test_a_client_with_exactly_its_share_is_passed_over():
+    pool = Pool(np.arange(5), 5)
+    for seed in range(5):
+        split = dirichlet(pool, 5, seeded(seed), alpha=0.5, minimum=0)
+        assert split.sizes().tolist() == [1] * 5
+
+
 @pytest.mark.parametrize("alpha", [1e-300, 1e-6, 1e6, 1e100])
 def test_extreme_concentrations_are_drawn_without_a_hitch(alpha):
     for how in (dirichlet, class_dirichlet, client_dirichlet, categorical_dirichlet):
@@ -213,6 +234,29 @@ def test_shards_drop_the_odd_rows_of_the_last_class():
         shards(pool, 5, seeded(), per_client=0)
 
 
+def test_there_may_be_as_many_shards_as_rows():
+    pool = Pool(np.arange(12) % 3, 3)
+    assert shards(pool, 6, seeded(), per_client=2).sizes().tolist() == [2] * 6
+
+
+@pytest.mark.parametrize(
+    ("how", "given", "default"),
+    [
+        (shards, {}, {"per_client": 2}),
+        (quantity_skew, {}, {"labels": 2}),
+        (grouped_dirichlet, {"alpha": 0.3}, {"group": 10}),
+        (domain_skew, {"alpha": 0.01}, {"minimum": 10}),
+    ],
+)
+def test_what_is_left_out_is_as_in_the_papers(how, given, default):
+    pool = Pool(np.arange(600) % 6, 6, np.arange(600) % 2)
+    left_out, written = (
+        how(pool, 20, seeded(), **given),
+        how(pool, 20, seeded(), **given, **default),
+    )
+    assert [c.tolist() for c in left_out.clients] == [c.tolist() for c in written.clients]
+
+
 def test_quantity_skew_owners_share_evenly():
     split = quantity_skew(CIFAR10, 23, seeded(), labels=3)
     counts = split.counts(CIFAR10.labels, 10)
@@ -268,6 +312,14 @@ def test_alpha_zero_is_one_class_a_client():
     assert counts.sum(axis=0).tolist() == [70, 20, 9] and counts.max() == 10
 
 
+def test_whoever_holds_the_one_class_is_drawn():
+    held = [
+        client_dirichlet(CIFAR10, 20, seeded(s), alpha=0).counts(CIFAR10.labels, 10).argmax(axis=1)
+        for s in range(300)
+    ]
+    assert np.abs(np.mean(held, axis=0) - 4.5).max() < 5 * np.sqrt(8.25 / 300)
+
+
 def test_client_dirichlet_refuses_more_clients_than_rows():
     with pytest.raises(ValueError, match=r"clients is 50001.*at most 50000 clients"):
         client_dirichlet(CIFAR10, 50_001, seeded(), alpha=1.0)
@@ -291,6 +343,21 @@ def test_grouped_dirichlet_recuts_lists_sorted_by_class():
     line = np.concatenate([np.repeat(np.arange(10), row) for row in table])
     expected = np.stack([np.bincount(piece, minlength=10) for piece in np.split(line, 10)])
     assert equal.counts(CIFAR10.labels, 10).tolist() == expected.tolist()
+
+
+def test_grouped_dirichlet_shuffles_the_rows_before_it_shares_them_among_groups():
+    split = grouped_dirichlet(CIFAR10, 20, seeded(), alpha=0.1, equal=False)
+    first = split.counts(CIFAR10.labels, 10)[:10].sum(axis=0)
+    assert np.abs(first - 2500).max() < 5 * np.sqrt(5000 / 4)
+
+
+@pytest.mark.parametrize(
+    "how", [dirichlet, lambda *a, **k: grouped_dirichlet(*a, **k, group=5, equal=False)]
+)
+def test_whoever_has_its_share_takes_no_further_class(how):
+    pool = Pool(np.repeat(np.arange(100), 10), 100)
+    for seed in range(5):
+        assert how(pool, 5, seeded(seed), alpha=0.1).sizes().max() < 200 + 10
 
 
 def pachinko_by_the_book(coarse_of, class_sizes, clients, quota, alpha, beta, rng):
@@ -368,6 +435,13 @@ def test_natural_draws_any_group_and_merges_evenly():
     merged = natural(pool, 4, seeded(), merge=True)
     assert sorted(merged.sizes().tolist()) == [6, 6, 9, 9]
     assert all(len(c) == 3 * len(set(groups[c].tolist())) for c in merged.clients)
+
+
+def test_groups_too_small_to_count_are_merged_into_nobody():
+    groups = np.repeat(np.arange(6), [1, 3, 1, 3, 3, 3])
+    merged = natural(Pool(np.zeros(14, np.int64), 1, groups), 2, seeded(), minimum=2, merge=True)
+    assert sorted(merged.order.tolist()) == [r for r in range(14) if groups[r] not in (0, 2)]
+    assert merged.sizes().tolist() == [6, 6]
 
 
 @pytest.mark.parametrize("inner", [{"alpha": 0.1, "minimum": 40}, {"labels": 2}, {}])

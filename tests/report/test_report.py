@@ -11,7 +11,7 @@ from fedbasin.report.curves import draw_curves
 from fedbasin.report.figures import write_figures
 from fedbasin.report.paired import paired_difference
 from fedbasin.report.runs import Run, find_runs, read_runs, shared_holdings
-from fedbasin.report.table import cells, differences, summarise
+from fedbasin.report.table import by_label, cells, differences, summarise
 
 
 def curve(method, seed, accuracies, status="finished"):
@@ -51,6 +51,20 @@ def test_rows_are_written_for_people():
     assert never == ("never", "-", "not reached", "1.0", "1")
 
 
+def test_a_target_that_every_seed_reached_needs_no_count():
+    (row,) = summarise(CURVES[:2], target=0.5)
+    assert (row.reached, row.rounds) == (2, 6) and cells(row)[2] == "6"
+
+
+def test_runs_are_gathered_by_label_and_their_seeds_stand_in_order():
+    runs = [curve(method, seed, [0.5]) for method, seed in (("b", 2), ("a", 0), ("b", 0), ("b", 1))]
+    found = by_label(runs)
+    assert [(label, [run.seed for run in members]) for label, members in found.items()] == [
+        ("b", [0, 1, 2]),
+        ("a", [0]),
+    ]
+
+
 @pytest.mark.parametrize("lines", [[0, 1, 1, 2], [0, 2], [2, 1, 0], [0, 1, 2, 3], []])
 def test_rounds_that_are_missing_or_doubled_are_a_problem(tmp_path, lines):
     folder = make_run(tmp_path / "r", rounds=4)
@@ -82,6 +96,11 @@ def test_a_paired_difference_is_that_of_scipy_on_the_common_seeds():
     assert (found.low, found.high) == pytest.approx((low, high))
     assert found.better == sum(x > y for x, y in zip(a, b, strict=True))
     assert paired_difference(theirs, ours).mean == pytest.approx(-found.mean)
+
+
+def test_two_seeds_are_enough_for_a_test():
+    found = paired_difference({0: 0.8, 1: 0.9}, {0: 0.7, 1: 0.7})
+    assert found.p == pytest.approx(stats.ttest_rel([0.8, 0.9], [0.7, 0.7]).pvalue)
 
 
 def test_without_a_spread_there_is_no_test():
@@ -214,6 +233,30 @@ def test_seconds_and_bytes_add_up_on_the_axis(tmp_path):
     assert low.tolist() == mean.tolist() == high.tolist() == pytest.approx([0.1, 0.3])
     assert _band(found, "accuracy", _AXES["seconds"][1])[0].tolist() == [0.25, 0.75]
     assert _band(found, "accuracy", _AXES["round"][1])[0].tolist() == [1, 3]
+
+
+def test_the_band_is_from_the_worst_to_the_best_seed_where_all_were_scored():
+    from fedbasin.report.curves import _AXES, _band
+
+    runs = [curve("a", 0, [0.1, 0.2, None, 0.4]), curve("a", 1, [0.3, None, 0.5, 0.8])]
+    x, low, mean, high = _band(runs, "accuracy", _AXES["bytes"][1])
+    assert x.tolist() == pytest.approx([(1 + 11) / 2e6, (4 + 44) / 2e6])
+    assert (low.tolist(), high.tolist()) == ([0.1, 0.4], [0.3, 0.8])
+    assert mean.tolist() == pytest.approx([0.2, 0.6])
+
+
+def test_curves_are_in_percent_and_told_apart(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **how: drawn.append(figure))
+    runs = [curve(f"method {n}", 0, [0.01 * n, 0.5]) for n in range(9)]
+    draw_curves([*runs, curve("never", 0, [None])], tmp_path / "figure.png")
+    lines = drawn[0].axes[0].lines
+    for n, line in enumerate(lines):
+        assert line.get_ydata().tolist() == pytest.approx([n, 50])
+    assert [line.get_label() for line in lines] == [run.label for run in runs]
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 9
 
 
 def test_reading_runs_needs_no_torch():

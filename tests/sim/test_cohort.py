@@ -211,6 +211,18 @@ def test_a_step_that_cannot_be_compiled_runs_as_it_is_and_says_so():
     assert_equal(ends, trained(cohort, Plan(0.1, 2), rounds=1))
 
 
+def test_a_step_that_fails_as_it_is_fails_at_once():
+    people, calls = executors("logistic", (1, 6, 6))[0].population, []
+
+    def broken(*given, **how):
+        calls.append(given)
+        raise ValueError("no such row")
+
+    with pytest.raises(ValueError, match="no such row"):
+        Lane(broken, broken, people).run(None, None, 1)
+    assert len(calls) == 1
+
+
 def test_whole_runs_agree_and_auto_picks_by_device_and_model(tmp_path):
     base = Experiment(
         method="scaffold",
@@ -302,12 +314,14 @@ def test_bigger_networks_and_batches_take_more_memory():
     _, large = executors("mlp(widths=(64,))", (1, 2, 2))
     wide = replace(small, trainer=replace(small.trainer, batch=64))
     momentum = replace(small, trainer=replace(small.trainer, sgd=SGD(0.9)))
+    keeping = replace(small, trainer=replace(small.trainer, rules=Scaffold().rules()))
 
     def bytes_of(executor):
         vector = executor.trainer.net.initial()[0]
         return client_bytes(executor.trainer, executor.population, vector)
 
-    assert bytes_of(small) < min(bytes_of(large), bytes_of(wide), bytes_of(momentum))
+    others = large, wide, momentum, keeping
+    assert bytes_of(small) < min(bytes_of(each) for each in others)
 
 
 def test_out_of_memory_halves_the_chunk_says_so_and_gives_the_same_result(monkeypatch):

@@ -3,8 +3,13 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
+import torch
+from torch import nn
 
+from fedbasin.core.net import Net
 from fedbasin.methods import FedAvg
+from fedbasin.sim import Examiner
 from fedbasin.testing import toy_federation
 
 
@@ -30,3 +35,21 @@ def test_a_class_without_rows_has_no_accuracy():
     examiner = replace(toy_federation(FedAvg()).test, classes=4)
     per_class = examiner.score(examiner.net.initial()[0]).per_class
     assert np.isnan(per_class[3]) and not np.isnan(per_class[:3]).any()
+
+
+def test_models_are_seen_with_the_statistics_given_and_with_the_rows_asked_for():
+    net = Net(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4)), dtype=torch.float64)
+    rng = np.random.default_rng(0)
+    inputs = torch.from_numpy(rng.integers(0, 256, (9, 3)).astype(np.uint8))
+    labels = torch.from_numpy(rng.integers(0, 4, 9))
+    vector, buffers = net.initial()
+    given, rows = buffers + 0.5, torch.tensor([7, 2, 5])
+    examiner = Examiner(net, inputs, labels, lambda raw, key=None: raw.double(), 4, given)
+    shown = net(vector, inputs.double(), given).logits
+    torch.testing.assert_close(examiner.logits(vector), shown)
+    torch.testing.assert_close(examiner.logits(vector, rows), shown[rows])
+    wanted = nn.functional.cross_entropy(shown[rows], labels[rows])
+    torch.testing.assert_close(examiner.loss(vector, rows), wanted)
+    for statistics, used in ((given, given), (None, buffers)):
+        loss = nn.functional.cross_entropy(net(vector, inputs.double(), used).logits, labels)
+        assert examiner.score(vector, statistics).loss == pytest.approx(loss.item())

@@ -1,5 +1,6 @@
 """Every hook of a client rule does the same in the loop and in the cohort engine."""
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -18,6 +19,7 @@ from fedbasin.methods.fedavg import FedAvg
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.loop import Sent
 from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.population import Population
 from fedbasin.testing import toy_federation
 
 
@@ -96,6 +98,82 @@ def test_a_survey_sums_over_exactly_the_clients_rows():
         report = gathered(federation, loop.eligible).replies.reports[0]
         assert report.survey.counts.tolist() == population.class_counts(3).tolist()
         assert report.taken.tolist() == [2.0] * 6  # epochs: steps over steps of one pass
+
+
+class Numbers(NamedTuple):
+    round: Tensor
+    lr: Tensor
+    steps: Tensor
+    epoch_steps: Tensor
+    examples: Tensor
+    class_counts: Tensor
+    taken: Tensor
+    lr_sum: Tensor
+
+
+@dataclass(frozen=True)
+class Told(LocalRule):
+    """Report what a rule is told when a client begins and ends."""
+
+    def end(self, carry, start, finish):
+        began = start.round, start.lr, start.steps, start.epoch_steps, start.examples
+        return start.own, Numbers(*began, start.class_counts, finish.steps, finish.lr_sum)
+
+
+def test_a_rule_is_told_the_round_and_what_its_client_holds_and_does():
+    for federation in both(FedAvg(local=Told())):
+        server, states = federation.begin()
+        sent, plan = Sent(server.send, server.buffers, ((),), 3), federation.schedule(3)
+        replies = federation.executor.train(np.array([5, 2, 0]), sent, plan, states).replies
+        found, sizes = replies.reports[0], np.array([1, 7, 16])
+        passes = -(-sizes // 4)
+        assert replies.clients.tolist() == [5, 2, 0]
+        assert found.round.tolist() == [3] * 3 and found.lr.tolist() == [plan.lr] * 3
+        assert found.examples.tolist() == replies.weights.tolist() == sizes.tolist()
+        assert found.epoch_steps.tolist() == passes.tolist()
+        assert found.steps.tolist() == found.taken.tolist() == (plan.epochs * passes).tolist()
+        np.testing.assert_allclose(found.lr_sum, plan.lr * plan.epochs * passes)
+        counts = federation.executor.population.class_counts(3)[[5, 2, 0]]
+        assert found.class_counts.tolist() == counts.tolist()
+
+
+def test_each_rule_uploads_what_the_one_before_it_would_have():
+    @dataclass(frozen=True)
+    class Doubled(LocalRule):
+        def upload(self, carry, start, finish):
+            return 2 * finish.vector
+
+    @dataclass(frozen=True)
+    class Raised(LocalRule):
+        def upload(self, carry, start, finish):
+            return finish.vector + 1
+
+        def end(self, carry, start, finish):
+            return start.own, finish.vector
+
+    for federation in both(FedAvg(local=(Doubled(), Raised()))):
+        replies = gathered(federation, federation.eligible).replies
+        torch.testing.assert_close(replies.models, 2 * replies.reports[1] + 1)
+
+
+def test_clients_of_the_same_rows_and_rounds_of_the_same_model_draw_other_batches():
+    everything = np.arange(41)
+    for federation in both(FedAvg()):
+        people = federation.executor.population
+        people = Population.of(people.inputs.numpy(), people.labels.numpy(), [everything] * 2)
+        executor = replace(federation.executor, population=people)
+        server, states = federation.begin()
+        models = [
+            model
+            for round in (0, 1)
+            for model in executor.train(
+                np.arange(2),
+                Sent(server.send, server.buffers, (), round),
+                federation.schedule(0),
+                states,
+            ).replies.models
+        ]
+        assert all(not torch.equal(a, b) for a, b in itertools.combinations(models, 2))
 
 
 def test_a_survey_of_more_rows_than_a_block_holds(monkeypatch):

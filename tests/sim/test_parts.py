@@ -27,6 +27,27 @@ def test_cohorts_are_distinct_sorted_and_of_the_right_size():
     assert len(parse("fraction(rate=0.29)")(np.arange(100), np.random.default_rng(0), 0)) == 29
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["fraction(rate=0.5)", "reseeded(seed=3, rate=0.5)", "count(2)", "bernoulli(rate=0.5)"],
+)
+def test_only_clients_that_hold_data_are_drawn_and_all_of_them(source):
+    holders, choice = np.array([3, 5, 8, 21]), parse(source, "participation")
+    drawn = [draw_cohort(choice, holders, root(0), round) for round in range(40)]
+    assert set(np.concatenate(drawn).tolist()) == set(holders.tolist())
+
+
+def test_everyone_may_be_asked_for():
+    assert cohorts("count(clients=40)", rounds=1)[0].tolist() == EVERYONE.tolist()
+
+
+@pytest.mark.parametrize("source", ["fraction", "bernoulli", "reseeded(seed=3)"])
+def test_a_tenth_takes_part_unless_told_otherwise(source):
+    written = source.replace(")", ", rate=0.1)") if "(" in source else f"{source}(rate=0.1)"
+    for left_out, told in zip(cohorts(source), cohorts(written), strict=True):
+        assert left_out.tolist() == told.tolist()
+
+
 def test_everyone_is_drawn_equally_often():
     counts = np.bincount(np.concatenate(cohorts("count(clients=4)", rounds=3000)), minlength=40)
     assert np.abs(counts / 3000 - 0.1).max() < 0.03

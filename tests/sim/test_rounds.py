@@ -1,3 +1,5 @@
+import signal
+import time
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -6,13 +8,19 @@ import pytest
 import torch
 from torch import nn
 
+from fedbasin.core.expressions import parse
 from fedbasin.core.method import Served
 from fedbasin.core.record import RunFolder
 from fedbasin.core.state import read
 from fedbasin.local import Prox
 from fedbasin.methods import FedAvg, FedProx, Scaffold
-from fedbasin.sim import Diverged, run
+from fedbasin.sim import Diverged, Interrupted, run
+from fedbasin.sim.run import graft
 from fedbasin.testing import toy_federation
+
+
+class Crash(Exception):
+    pass
 
 
 def records(federation):
@@ -93,6 +101,52 @@ def test_what_is_scored_and_what_is_sent_are_kept_apart():
     assert found[0].notes == {"gamma": 0.5, "shares": [1.0, 1.0]}
 
 
+def test_the_update_is_of_what_is_sent():
+    found, plain = records(toy_federation(Apart())), records(toy_federation(FedAvg()))
+    assert [r.update_norm for r in found] == [r.update_norm for r in plain]
+
+
+def test_the_last_ten_rounds_are_scored_unless_told_otherwise():
+    found = records(replace(toy_federation(FedAvg(), rounds=14), evaluate_every=100))
+    assert [r.round for r in found if r.accuracy is not None] == list(range(5, 15))
+
+
+def listening(heard):
+    """FedAvg that keeps the context of every broadcast and every merge."""
+
+    class Listening(FedAvg):
+        def broadcast(self, state, server, context):
+            heard.append(context)
+            return super().broadcast(state, server, context)
+
+        def aggregate(self, state, server, replies, context):
+            heard.append(context)
+            return super().aggregate(state, server, replies, context)
+
+    return Listening()
+
+
+def test_a_method_is_told_the_round_and_its_plan():
+    heard = []
+    federation = toy_federation(listening(heard))
+    records(federation)
+    plans = [federation.schedule(round) for round in range(4)]
+    assert [context.round for context in heard] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [context.plan for context in heard] == [plan for plan in plans for _ in range(2)]
+    assert [context.lr for context in heard[::2]] == [plan.lr for plan in plans]
+
+
+def test_a_method_may_change_the_plan():
+    class Halving(FedAvg):
+        def plan(self, schedule, context):
+            plan = schedule(context.round)
+            return replace(plan, lr=plan.lr / 2)
+
+    federation = toy_federation(Halving())
+    found = [record.lr for record in records(federation)]
+    assert found == [federation.schedule(round).lr / 2 for round in range(4)]
+
+
 class Batchy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -103,9 +157,9 @@ class Batchy(nn.Module):
         return self.head(self.norm(x))
 
 
-def statistics(policy, recalibrate=None):
+def statistics(policy, recalibrate=None, method=None):
     federation = toy_federation(
-        FedAvg(), module=Batchy(), rounds=1, participation="count(clients=2)"
+        method or FedAvg(), module=Batchy(), rounds=1, participation="count(clients=2)"
     )
     # BatchNorm cannot train on a batch of one row: take the clients that have none.
     federation = replace(
@@ -137,6 +191,28 @@ def test_statistics_follow_their_policy():
     assert after.buffers.tolist() == [7.0] * 8
 
 
+def test_statistics_are_renewed_for_the_model_that_is_scored():
+    seen = []
+    _, _, after = statistics("recalibrate", lambda *given: seen.append(given) or given[1], Apart())
+    ((scored, merged),) = seen
+    assert torch.equal(scored, after.score) and not torch.equal(scored, after.send)
+    assert torch.equal(merged, statistics("mean")[2].buffers)
+
+
+def test_statistics_travel_with_every_model():
+    federation = statistics("mean")[0]
+    (record,) = records(federation)
+    size = 8 * sum(part.numel() for part in federation.test.net.initial())
+    assert (record.bytes_down, record.bytes_up) == (2 * size, 2 * (size + 24))
+
+
+@pytest.mark.parametrize("policy", ["keep", "mean"])
+def test_the_servers_rows_are_seen_with_the_statistics_of_the_merged_model(policy):
+    heard = []
+    _, _, after = statistics(policy, method=listening(heard))
+    assert torch.equal(heard[-1].proxy.buffers, after.buffers)
+
+
 def test_a_batch_of_one_row_under_batchnorm_is_explained():
     federation = toy_federation(FedAvg(), module=Batchy(), participation="count(clients=6)")
     with pytest.raises(ValueError, match=r"client 1: BatchNorm .* norm='group'"):
@@ -164,9 +240,6 @@ def test_resuming_into_a_round_without_replies_still_knows_one_model_from_two(tm
     after = next(n for n in range(1, 8) if n + 1 in lost)
     folder = RunFolder(tmp_path)
 
-    class Crash(Exception):
-        pass
-
     def crash(record):
         if record.round == after + 1:
             raise Crash
@@ -190,9 +263,10 @@ def test_a_run_writes_its_folder(tmp_path):
         np.mean([r.accuracy for r in found[-10:]])
     )
     assert summary["accuracy_last"] == found[-1].accuracy and summary["status"] == "finished"
-    assert summary["peak_memory_bytes"] > 1e6 and summary["bytes_up"] == sum(
-        r.bytes_up for r in found
-    )
+    assert summary["peak_memory_bytes"] > 1e6
+    for way in ("bytes_up", "bytes_down"):
+        assert summary[way] == sum(getattr(r, way) for r in found)
+    assert summary["loss_last"] == found[-1].loss
     last = models(federation)[-1]
     shipped = read(folder.model)
     flat = torch.cat([shipped[n].reshape(-1) for n in federation.test.net.layout.names])
@@ -214,9 +288,6 @@ def test_resuming_ends_in_the_same_bits_and_records(tmp_path, method, stop):
     federation = replace(toy_federation(method, rounds=8), dropout=0.5)
     run(federation, whole, {}, checkpoint_every=3)
 
-    class Crash(Exception):
-        pass
-
     def crash(record):
         if record.round == stop:
             raise Crash
@@ -228,3 +299,75 @@ def test_resuming_ends_in_the_same_bits_and_records(tmp_path, method, stop):
     run(replace(toy_federation(method, rounds=8), dropout=0.5), parts, {}, checkpoint_every=3)
     assert parts.model.read_bytes() == whole.model.read_bytes()
     assert timeless(parts) == timeless(whole)
+
+
+def test_a_run_goes_on_after_its_last_checkpoint_and_counts_the_seconds_before(tmp_path):
+    federation, folder = toy_federation(FedAvg(), rounds=8), RunFolder(tmp_path)
+
+    def slow(record):
+        time.sleep(0.05)
+        if record.round == 5:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run(federation, folder, {}, checkpoint_every=3, on_round=slow)
+    seen = []
+    summary = run(federation, folder, {}, checkpoint_every=3, on_round=seen.append)
+    assert [record.round for record in seen] == [4, 5, 6, 7, 8]
+    assert summary["seconds"] > 3 * 0.05
+
+
+def signal_in(round):
+    def ask(record):
+        if record.round == round:
+            signal.raise_signal(signal.SIGINT)
+
+    return ask
+
+
+def test_a_run_that_is_asked_to_stop_saves_its_round_first(tmp_path):
+    federation, folder = toy_federation(FedAvg(), rounds=8), RunFolder(tmp_path)
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(Interrupted, match="stopped by the user after round 4"):
+        run(federation, folder, {}, on_round=signal_in(4))
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert folder.read_summary()["status"] == "stopped" and not folder.model.exists()
+    seen = []
+    run(federation, folder, {}, on_round=seen.append)
+    assert [record.round for record in seen] == [5, 6, 7, 8]
+
+
+def test_a_run_that_is_asked_to_stop_in_its_last_round_is_finished(tmp_path):
+    federation, folder = toy_federation(FedAvg(), rounds=4), RunFolder(tmp_path)
+    assert run(federation, folder, {}, on_round=signal_in(4))["status"] == "finished"
+    assert folder.model.exists()
+
+
+def test_a_run_that_is_asked_twice_stops_at_once(tmp_path):
+    def twice(record):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(toy_federation(FedAvg()), RunFolder(tmp_path), {}, on_round=twice)
+
+
+def test_the_model_that_is_scored_is_the_one_that_ships(tmp_path):
+    folder = RunFolder(tmp_path)
+    run(toy_federation(Apart()), folder, {})
+    assert all(not part.any() for part in read(folder.model).values())
+
+
+def test_a_branch_goes_on_with_what_its_trunk_had_learnt(tmp_path):
+    plain, late = (parse(e, "method") for e in ("fedavgm", "ima(fedavgm, window=2, start=0.5)"))
+    trunk, branch, whole = (RunFolder(tmp_path / name) for name in ("trunk", "branch", "whole"))
+    for folder in (trunk, branch, whole):
+        folder.path.mkdir()
+    method, common = late.trunk(8)
+    assert method == plain and 1 < common < 8
+    run(toy_federation(plain, rounds=8), trunk, {}, branching=(common,))
+    graft(toy_federation(late, rounds=8), branch, trunk, common)
+    for folder in (branch, whole):
+        run(toy_federation(late, rounds=8), folder, {})
+    for name, part in read(whole.model).items():
+        torch.testing.assert_close(read(branch.model)[name], part, rtol=1e-9, atol=0)

@@ -243,6 +243,7 @@ def _check_ranges(experiment: Experiment) -> None:
             ("local.clip", experiment.local.clip, 0),
             ("sim.workers", experiment.sim.workers, 0),
             ("sim.chunk", experiment.sim.chunk, 0),
+            ("sim.memory", experiment.sim.memory, 0),
             ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
             ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
             ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
