@@ -161,10 +161,12 @@ dealt() { # the same in small, for a CPU: 12 s a round of a core at IF 0.1, twic
     done
 }
 
-mild() { # FedWCM's Table 3: is the column of IF 0.1, beta 0.1 one of a milder skew?
-    for where in "fedavg 10" "fedwcm 10"; do
-        cell "${where% *} if0.1" fedwcm/table3 "${where% *}" "if0.1 beta0.1"
-        try "alpha ${where#* }" --set "partition.how=client_dirichlet(alpha=${where#* })"
+mild() { # FedWCM's Table 3: is the column of IF 0.1, beta 0.1 one of a milder skew, or of that refilled?
+    for row in fedavg fedwcm; do
+        cell "$row if0.1" fedwcm/table3 $row "if0.1 beta0.1"
+        for split in alpha=10 "alpha=10, refill=True"; do
+            try "$split" --set "partition.how=client_dirichlet($split)"
+        done
     done
 }
 
