@@ -15,6 +15,7 @@ from fedbasin.analyze.coherence import (
 from fedbasin.analyze.decomposition import (
     cka_matrix,
     decompose,
+    ensemble_by_count,
     ensemble_gap,
     error_by_count,
     linear_cka,
@@ -137,6 +138,28 @@ def test_averaging_more_orthogonal_models_shrinks_their_mean_as_one_over_root_k(
     assert float(uneven.mean[5]) == pytest.approx(np.sqrt(91) / 21)  # one subset: all, by samples
     assert (uneven.low <= uneven.mean).all() and (uneven.mean <= uneven.high).all()
     assert uneven.low[1] < uneven.high[1]
+
+
+def test_an_ensemble_averages_what_the_subsets_of_the_averages_say():
+    net = small_net(lambda: nn.Linear(4, 3))
+    labels = torch.from_numpy(DRAWS.integers(0, 3, 40))
+    ground, models = Ground(net, normal(40, 4), labels, lambda r, k: r, 3), normal(4, 15)
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    found = ensemble_by_count(ground, models, weights, KEY, subsets=5)
+    said = torch.softmax(ground.logits(models), 2).numpy()
+    draws, wanted = KEY.fold("subsets").numpy(), []
+    for count in range(1, 5):
+        for _ in range(5):
+            chosen = draws.permutation(4)[:count]
+            mean = np.average(said[chosen], axis=0, weights=weights.numpy()[chosen])
+            wanted.append((mean.argmax(1) != ground.labels.numpy()).mean())
+    wanted = np.array(wanted).reshape(4, 5)
+    np.testing.assert_allclose(found.mean, wanted.mean(1))
+    np.testing.assert_allclose(found.low, wanted.min(1))
+    np.testing.assert_allclose(found.high, wanted.max(1))
+    assert found.averaged.tolist() == [1, 2, 3, 4]
+    alone = error_by_count(ground, models, weights, KEY, subsets=5)
+    assert float(alone.mean[0]) == pytest.approx(float(found.mean[0]))  # of one model both are it
 
 
 def test_cka_is_one_for_rotations_and_what_gram_matrices_say_otherwise():

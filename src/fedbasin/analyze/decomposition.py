@@ -132,16 +132,37 @@ def error_by_count(
     tick: Tick = no_tick,
 ) -> Averaging:
     """Average random subsets of models [K, P], weighted by samples, and measure each mean."""
-    total, draws = len(models), key.fold("subsets").numpy()
+    table = _subsets(weights, key, subsets)
+    error = ground.measure(table.flatten(0, 1), models, tick).error
+    return _by_count(error.view(table.shape[:2]))
+
+
+def ensemble_by_count(
+    ground: Ground, models: Tensor, weights: Tensor, key: Key, subsets: int = 10
+) -> Averaging:
+    """Average what the same subsets say, as class probabilities, in place of their weights."""
+    said = torch.softmax(ground.logits(models).double(), 2)  # [K, n, classes]
+    error = [
+        (torch.einsum("sk,knc->snc", part, said).argmax(2) != ground.labels).double().mean(1)
+        for part in _subsets(weights, key, subsets).to(said)
+    ]
+    return _by_count(torch.stack(error).cpu())
+
+
+def _subsets(weights: Tensor, key: Key, subsets: int) -> Tensor:
+    """Return the shares [K, subsets, K] of K clients in random subsets of 1 to K of them."""
+    total, draws = len(weights), key.fold("subsets").numpy()
     table = torch.zeros(total, subsets, total, dtype=torch.float64)
     for count in range(1, total + 1):
         for draw in range(subsets):
             chosen = torch.from_numpy(draws.permutation(total)[:count])
-            table[count - 1, draw, chosen] = shares(weights[chosen]).cpu()
-    error = ground.measure(table.flatten(0, 1), models, tick).error.view(total, subsets)
-    return Averaging(
-        torch.arange(1, total + 1), error.mean(1), error.min(1).values, error.max(1).values
-    )
+            table[count - 1, draw, chosen] = shares(weights[chosen]).double().cpu()
+    return table
+
+
+def _by_count(error: Tensor) -> Averaging:
+    counts = torch.arange(1, len(error) + 1)
+    return Averaging(counts, error.mean(1), error.min(1).values, error.max(1).values)
 
 
 def linear_cka(x: Tensor, y: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from fedbasin.analyze.decomposition import (
     Factors,
     cka_matrix,
     decompose,
+    ensemble_by_count,
     ensemble_gap,
     error_by_count,
     mean_of_pairs,
@@ -132,7 +133,7 @@ def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]
 
 @analysis(
     "averaging",
-    "Error against the number of averaged client models, and Lemma 1's gap",
+    "Error against the number of averaged client models, of their ensemble, and Lemma 1's gap",
     "Zhou et al. (IMA), Figure 4 and Lemma 1",
     uses=("count", "rows"),
 )
@@ -145,11 +146,12 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
         ground = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
         tick = watch(f"averaging, {name}", len(models) * (options.count + 6))
         key = root(subject.seed).fold("averaging")
-        found = error_by_count(ground, models, weights, key, options.count, tick)
+        mean = error_by_count(ground, models, weights, key, options.count, tick)
+        ensemble = ensemble_by_count(ground, models, weights, key, options.count)
         gap = ensemble_gap(ground, models, weights, tick=tick)
-        x = numbers(found.averaged)
-        band = (numbers(found.low), numbers(found.high))
-        curves.append(Line(name, x, numbers(found.mean), *band))
+        for what, found in ((name, mean), (f"{name}, ensemble", ensemble)):
+            band = (numbers(found.low), numbers(found.high))
+            curves.append(Line(what, numbers(found.averaged), numbers(found.mean), *band))
         gaps.append(Line(name, numbers(gap.distance), numbers(gap.gap)))
         notes += [
             f"{subject.name}: round {snapshot.round}, {rows_note(ground, subject.data.test)}",
