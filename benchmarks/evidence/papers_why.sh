@@ -116,9 +116,9 @@ split() { # the same table: are Dirichlet splits not made within groups of ten c
 }
 
 pulled() { # the same table: FedProx is 4 points behind FedAvg there; is its mu larger than 0.01?
-    for column in shards8 dir0.3 dir0.5; do
+    for column in shards8 dir0.5; do
         cell "fedprox $column" fedcda/table1 fedprox "fmnist $column"
-        try "mu 1" --set "method=fedprox(mu=1)"
+        for mu in 1 10; do try "mu $mu" --set "method=fedprox(mu=$mu)"; done
     done
 }
 
@@ -127,6 +127,9 @@ taught() { # the same table: is FedDF's Adam at 0.001 too fast for ten rows a cl
         cell "feddf $column" fedcda/table1 feddf "fmnist $column"
         try "adam 1e-4" --set "method=feddf(lr=0.0001)"
         try "500 a class" --set "method=feddf(epochs=5)" --set data.proxy_per_class=500
+        # How far is the clients' ensemble ahead of their mean? fedbasin analyze averaging RUN --rows 0
+        cell "fedavg $column" fedcda/table1 fedavg "fmnist $column"
+        try "kept cohort" --set "snapshots.rounds=[200]" --set snapshots.clients=true
     done
 }
 
