@@ -71,6 +71,24 @@ def test_the_loss_is_zero_where_real_gradients_come_from_the_features():
     assert abs(value) < 1e-12 and slope.abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("scale", [20, 100, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_features_that_a_head_fits_to_the_last_bit_are_not_thrown_far_away(dtype, scale):
+    """Some rows of their gradient are then zero, or too small for their squares."""
+    features, _, real, head = (
+        x.to(dtype) if torch.is_tensor(x) else x for x in matching_case(True)
+    )
+    features = 0.1 * features
+    features[torch.arange(3), :, torch.arange(3)] += 1
+    matrix = torch.zeros(3, 6, dtype=dtype)
+    matrix[:, :3] = scale * torch.eye(3)
+    for theirs in (real, 1e-30 * real):
+        value, slope = matching_gradient(features, matrix, theirs, head)
+        assert 0 <= value <= 2 * 12 and slope.abs().max() < scale
+    zero = torch.softmax(head.inputs(features) @ matrix.T, 2) == torch.eye(3)[:, None]
+    assert not slope[zero.all(2).all(1)].any()
+
+
 def test_clients_report_the_mean_gradient_of_every_class_they_own():
     """With the backbone that was sent and the re-trained head, over the plain rows."""
     state, server, replies, _ = _one_round(QUICK, 3)
