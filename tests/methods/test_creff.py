@@ -166,6 +166,19 @@ def test_classes_nobody_owns_keep_their_features_and_matching_lowers_the_loss():
     assert 0 <= later < 0.8 * before
 
 
+def test_without_matching_all_features_stay_as_drawn():
+    still = CReFF(features=4, match=0, epochs=2)
+    state, server, replies, context = _one_round(still, 1)
+    served, after = still.aggregate(state, server, replies, context)
+    assert torch.equal(after.features, state.features)
+    assert not torch.equal(served.score, served.send)
+
+
+def test_uniform_weights_are_those_of_fedavg():
+    ours, plain = trajectory(replace(QUICK, weighting="uniform")), trajectory(FedAvg("uniform"))
+    assert all(torch.equal(a.send, b.send) for a, b in zip(ours, plain, strict=True))
+
+
 def test_a_head_and_gradients_travel_beside_the_model():
     ours, theirs = (
         next(iter(f.rounds_from(*f.begin())))[1]
@@ -186,3 +199,8 @@ def test_many_orders_at_once_are_the_orders_of_each_epoch():
 def test_bad_settings_are_refused(name):
     with pytest.raises(ValueError, match=name):
         CReFF(**{name: -1})
+    if name in ("match", "epochs"):
+        CReFF(**{name: 0})
+    else:
+        with pytest.raises(ValueError, match=name):
+            CReFF(**{name: 0})
