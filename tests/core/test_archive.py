@@ -23,6 +23,13 @@ def test_models_come_back_bit_for_bit(archive, dtype):
     assert found.dtype == dtype and torch.equal(found, model)
 
 
+def test_models_of_many_clients_and_rounds_are_kept_apart(archive):
+    some = [(n, r) for n in (0, 1, 10, 101, 1_000_001) for r in (0, 1, 10, 101, 1_000_001)]
+    for number, (client, round) in enumerate(some):
+        archive.put(client, round, torch.tensor([float(number)]))
+    assert [archive.get(client, round).item() for client, round in some] == list(range(25))
+
+
 def test_nothing_is_made_before_the_first_model(archive):
     archive.sweep()
     assert not archive.folder.exists()
@@ -59,9 +66,21 @@ def test_sweep_removes_what_is_not_kept_and_what_a_crash_left(archive):
     assert len(names(archive)) == 5  # keep alone removes nothing
     archive.sweep()
     assert names(archive) == ["client000000-round000001.npy", "client000011-round000010.npy"]
+    archive.keep([(11, 10)])
+    archive.sweep()
+    assert names(archive) == ["client000011-round000010.npy"]
 
 
-@pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(b"x" * 9)])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda p: p.unlink(),
+        lambda p: p.write_bytes(b"x" * 9),
+        lambda p: p.write_bytes(b""),
+        lambda p: p.write_bytes(p.read_bytes()[:-1]),
+    ],
+    ids=["gone", "other", "empty", "short"],
+)
 def test_a_lost_model_is_named(archive, damage):
     archive.put(4, 2, torch.zeros(2))
     damage(archive.folder / names(archive)[0])

@@ -15,7 +15,7 @@ from methods.numpy_network import NumpyNetworkClients, backward, forward, one_ho
 
 from fedbasin.core.rng import fold_in, normal, uniform
 from fedbasin.core.rule import Look
-from fedbasin.local import BalancedRows
+from fedbasin.local import BalancedRows, Focal
 from fedbasin.local.batches import DROPOUT, batches
 from fedbasin.methods import BalanceFL, FedAvg
 from fedbasin.methods.balancefl import symmetric_root
@@ -90,6 +90,15 @@ def test_balancefl_equals_a_plain_numpy_loop(method):
         ends = [numpy_client(world, t, i, server, method) for i in cohort]
         server = np.average(ends, axis=0, weights=[world.sizes[i] for i in cohort])
         np.testing.assert_allclose(after.send.numpy(), server, rtol=1e-7, atol=1e-10)
+
+
+def test_uniform_weights_average_clients_alike():
+    method = BalanceFL(False, weighting="uniform")
+    federation = toy_federation(method, rounds=1)
+    world = NumpyNetworkClients(federation)
+    ends = [numpy_client(world, 0, i, world.start, method) for i in world.cohort(0)]
+    after, _ = next(iter(federation.rounds_from(*federation.begin())))
+    np.testing.assert_allclose(after.send.numpy(), np.mean(ends, axis=0), rtol=1e-7, atol=1e-10)
 
 
 def learner(**settings):
@@ -202,7 +211,18 @@ def test_noise_changes_training_and_needs_features():
     trajectory(BalanceFL(noise=False), module=module)
 
 
+def test_no_further_rule_may_replace_the_loss_or_draw_the_rows():
+    for rule, words in ((Focal(), "replace the task loss"), (BalancedRows(), "choose the rows")):
+        with pytest.raises(ValueError, match=f"only one rule may {words}"):
+            trajectory(BalanceFL(noise=False, local=rule), rounds=1)
+
+
 @pytest.mark.parametrize("name", ["distil", "entropy", "temperature"])
 def test_bad_settings_are_refused(name):
     with pytest.raises(ValueError, match=name):
         BalanceFL(**{name: -1.0})
+    if name == "temperature":
+        with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
+            BalanceFL(temperature=0.0)
+    else:
+        BalanceFL(**{name: 0.0})

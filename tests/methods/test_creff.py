@@ -71,6 +71,24 @@ def test_the_loss_is_zero_where_real_gradients_come_from_the_features():
     assert abs(value) < 1e-12 and slope.abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("scale", [20, 100, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_features_that_a_head_fits_to_the_last_bit_are_not_thrown_far_away(dtype, scale):
+    """Some rows of their gradient are then zero, or too small for their squares."""
+    features, _, real, head = (
+        x.to(dtype) if torch.is_tensor(x) else x for x in matching_case(True)
+    )
+    features = 0.1 * features
+    features[torch.arange(3), :, torch.arange(3)] += 1
+    matrix = torch.zeros(3, 6, dtype=dtype)
+    matrix[:, :3] = scale * torch.eye(3)
+    for theirs in (real, 1e-30 * real):
+        value, slope = matching_gradient(features, matrix, theirs, head)
+        assert 0 <= value <= 2 * 12 and slope.abs().max() < scale
+    zero = torch.softmax(head.inputs(features) @ matrix.T, 2) == torch.eye(3)[:, None]
+    assert not slope[zero.all(2).all(1)].any()
+
+
 def test_clients_report_the_mean_gradient_of_every_class_they_own():
     """With the backbone that was sent and the re-trained head, over the plain rows."""
     state, server, replies, _ = _one_round(QUICK, 3)
@@ -148,6 +166,19 @@ def test_classes_nobody_owns_keep_their_features_and_matching_lowers_the_loss():
     assert 0 <= later < 0.8 * before
 
 
+def test_without_matching_all_features_stay_as_drawn():
+    still = CReFF(features=4, match=0, epochs=2)
+    state, server, replies, context = _one_round(still, 1)
+    served, after = still.aggregate(state, server, replies, context)
+    assert torch.equal(after.features, state.features)
+    assert not torch.equal(served.score, served.send)
+
+
+def test_uniform_weights_are_those_of_fedavg():
+    ours, plain = trajectory(replace(QUICK, weighting="uniform")), trajectory(FedAvg("uniform"))
+    assert all(torch.equal(a.send, b.send) for a, b in zip(ours, plain, strict=True))
+
+
 def test_a_head_and_gradients_travel_beside_the_model():
     ours, theirs = (
         next(iter(f.rounds_from(*f.begin())))[1]
@@ -168,3 +199,8 @@ def test_many_orders_at_once_are_the_orders_of_each_epoch():
 def test_bad_settings_are_refused(name):
     with pytest.raises(ValueError, match=name):
         CReFF(**{name: -1})
+    if name in ("match", "epochs"):
+        CReFF(**{name: 0})
+    else:
+        with pytest.raises(ValueError, match=name):
+            CReFF(**{name: 0})

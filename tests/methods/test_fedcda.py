@@ -262,6 +262,17 @@ def test_equal_models_are_the_newest():
     assert state.picked.tolist() == [6] * 6 and served.notes.older == 0
 
 
+def test_without_smoothness_the_model_of_least_loss_is_picked():
+    method = FedCDA(warmup=0, smoothness=0.0)
+    server = torch.zeros(5, dtype=torch.float64)
+    state = method.init(server, context(2))
+    for t, losses in enumerate([[3.0, 1.0], [1.0, 2.0], [2.0, 3.0]]):
+        models = torch.tensor([[9.0], [-4.0]]).double() * (t + 1) * torch.ones(5)
+        sent = replace(replies_of(models), last_loss=torch.tensor(losses))
+        served, state = method.aggregate(state, server, sent, context(2, t))
+    assert state.picked.tolist() == [1, 0] and served.notes.loss == 1.0
+
+
 def test_polish_never_diverges_more_than_greedy():
     differs = False
     for seed in range(30):
@@ -345,6 +356,10 @@ def test_bad_rounds_are_refused_naming_the_client_or_the_setting():
         with pytest.raises(ValueError, match=r"combinations, more than 20,000,000: .*`batches`"):
             wide.aggregate(state, server, crowd, context(40))
     method.aggregate(state, server, crowd, context(40))
+    halves = FedCDA(batches=2)  # of 30: 3^15 combinations; the larger one of 31: 3^16
+    halves.aggregate(state, server, replies_of(torch.zeros(30, 5)), context(40))
+    with pytest.raises(ValueError, match="combinations, more than 20,000,000"):
+        halves.aggregate(state, server, replies_of(torch.zeros(31, 5)), context(40))
     with pytest.raises(ValueError, match=r"store='disk'.* Archive"):
         FedCDA(store="disk").init(server, context(40))
 

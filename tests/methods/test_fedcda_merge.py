@@ -240,6 +240,7 @@ class Plans(FedAvg):
         (Asks(), "asks something of the clients"),
         ("ima", r"sets how clients train; put it around fedcda, as in ima\(fedcda\)"),
         ("wima(swa)", "sets how clients train"),
+        ("ima(wima)", "sets how clients train"),
         (Plans(), "sets how clients train"),
         (WIMA(Plans()), "sets how clients train"),
         ("fedcda", "picks models itself"),

@@ -78,7 +78,7 @@ def numpy_fedfa(world, rounds, method):
         calibrate = bool(method.head_lr) and t >= int(method.calibrate_from * rounds)
         cohort = world.cohort(t)
         ends = [numpy_client(world, t, i, server, anchors, method, calibrate) for i in cohort]
-        weights = [world.sizes[i] for i in cohort]
+        weights = [world.sizes[i] if method.weighting == "samples" else 1 for i in cohort]
         server = np.average([v for v, _ in ends], axis=0, weights=weights)
         anchors = np.average([a for _, a in ends], axis=0, weights=weights)
         yield server, anchors
@@ -91,6 +91,7 @@ def numpy_fedfa(world, rounds, method):
         FedFA(0.7, 0.5, 0.02, calibrate_from=0.5),
         FedFA(0.3, 0.2, 0.0),
         FedFA(0.0, 0.9, 0.1),
+        FedFA(0.3, 0.5, weighting="uniform"),
     ],
 )
 def test_fedfa_equals_a_plain_numpy_loop(method):
@@ -195,6 +196,25 @@ def test_anchors_travel_both_ways_and_no_more():
     anchors = 3 * 5 * 8
     assert ours.bytes_down - theirs.bytes_down == 3 * (anchors + 8)  # and whether heads are fitted
     assert ours.bytes_up - theirs.bytes_up == 3 * anchors
+
+
+def test_a_share_of_the_rounds_is_not_rounded_down_by_its_last_digit():
+    assert 0.29 * 100 < 29
+    method = FedFA(calibrate_from=0.29)
+    context = replace(toy_federation(method).context, rounds=100)
+    server = torch.zeros(context.layout.size)
+    state = method.init(server, context)
+    fitted = [
+        bool(method.own_broadcast(state, server, context.at(t, 0.1))[0].calibrate)
+        for t in range(100)
+    ]
+    assert fitted == [False] * 29 + [True] * 71
+
+
+def test_as_many_classes_as_features_start_at_the_unit_vectors():
+    layout = Layout(("head.weight",), ((3, 3),), ("head.weight",))
+    context = replace(toy_federation(FedAvg()).context, layout=layout)
+    assert torch.equal(FedFA().init(torch.zeros(9), context).anchors, torch.eye(3))
 
 
 def test_more_classes_than_features_start_in_drawn_directions():

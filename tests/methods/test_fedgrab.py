@@ -16,7 +16,7 @@ from fedbasin.core.rule import View
 from fedbasin.methods import FedGraB
 from fedbasin.methods.fedgrab import Kept, Open, response, tail_of
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.testing import toy_federation
+from fedbasin.testing import replies_of, toy_federation
 
 
 def f(u):
@@ -64,13 +64,23 @@ def numpy_fedgrab(world, rounds, method):
                     p.push += np.abs(slope[:, c] * (1 - y[:, c])).sum()
                 v = v - world.lr(t) * backward(v, inputs, slope)
             ends.append(v)
-        server = np.average(ends, axis=0, weights=[world.sizes[i] for i in world.cohort(t)])
+        by_samples = method.weighting == "samples"
+        weights = [world.sizes[i] if by_samples else 1 for i in world.cohort(t)]
+        server = np.average(ends, axis=0, weights=weights)
         norms = np.linalg.norm(parts(server)[2], axis=1)
         priors.append((norms - norms.min()) / (norms - norms.min()).sum())
         yield server, tail, controllers, np.sum(priors, axis=0)
 
 
-@pytest.mark.parametrize("method", [FedGraB(), FedGraB(2.0, 0.5, 0.3, cut=0.3), FedGraB(cut=0.0)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        FedGraB(),
+        FedGraB(2.0, 0.5, 0.3, cut=0.3),
+        FedGraB(cut=0.0),
+        FedGraB(cut=0.3, weighting="uniform"),
+    ],
+)
 def test_fedgrab_equals_a_plain_numpy_loop(method):
     federation = toy_federation(method, rounds=5)
     oracle = numpy_fedgrab(NumpyNetworkClients(federation), 5, method)
@@ -148,6 +158,9 @@ def test_the_output_is_limited():
     rule, start, _ = rule_and_start(small_net(), numbers=numbers)
     moved = rule._controlled(rule.begin(start, None))
     assert moved[2].tolist() == [100.0] * 3
+    start = start._replace(own=Kept(numbers.roll(-1, 0)))  # only positives
+    moved = rule._controlled(rule.begin(start, None))
+    assert moved[2].tolist() == [-100.0] * 3
 
 
 def test_the_tail_is_what_lies_beyond_the_cut():
@@ -156,6 +169,16 @@ def test_the_tail_is_what_lies_beyond_the_cut():
     assert tail_of(prior, 0.97).tolist() == [0, 0, 1, 0, 0]
     assert tail_of(prior, 0.75).tolist() == [1, 0, 1, 0, 1]
     assert tail_of(prior * 7, 0.97).tolist() == [0, 0, 1, 0, 0]
+
+
+def test_a_head_of_equal_rows_has_no_tail():
+    method = FedGraB()
+    context = toy_federation(method).context
+    server = torch.zeros(context.layout.size, dtype=torch.float64)
+    state = method.init(server, context)
+    _, state = method.aggregate(state, server, replies_of(server.repeat(2, 1)), context)
+    (sent,) = method.own_broadcast(state, server, context)
+    assert state.prior.tolist() == sent.tail.tolist() == [0.0] * 3
 
 
 def test_controllers_that_close_forget_and_sums_stay():
@@ -180,3 +203,9 @@ def test_too_many_classes_say_what_to_write():
 def test_bad_settings_are_refused(name):
     with pytest.raises(ValueError, match=name):
         FedGraB(**{name: -1})
+
+
+def test_settings_at_their_limits():
+    FedGraB(0.0, 0.0, 0.0, cut=1.0, most_classes=1)
+    with pytest.raises(ValueError, match="most_classes must be at least 1, got 0"):
+        FedGraB(most_classes=0)

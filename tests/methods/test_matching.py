@@ -93,7 +93,7 @@ def test_a_matched_client_is_the_same_function_and_not_further_from_the_others(n
 
     class Spy(FedAvg):
         def aggregate(self, state, server, replies, context):
-            seen["models"] = replies.models
+            seen.update(models=replies.models, server=server)
             return super().aggregate(state, server, replies, context)
 
     merge(replace(method, inner=Spy()), model, models, context)
@@ -107,6 +107,7 @@ def test_a_matched_client_is_the_same_function_and_not_further_from_the_others(n
     if isinstance(method, GAMF):
         assert seen["models"].sum(0).norm() >= models.sum(0).norm() - 1e-9
     assert not torch.equal(seen["models"][1], models[1])
+    assert seen["server"] is model  # the one that was sent, whosever order is taken
 
 
 def test_fedma_finds_the_best_of_all_orders():
@@ -243,6 +244,8 @@ def test_gamf_equals_a_plain_numpy_version_for_two_clients():
     assert [int(hard[:, p].argmax()) for p in range(5)] == list(best)
     assert torch.equal(matching.soft[0][0], torch.eye(5, dtype=torch.float64))
     assert GAMF().levels()[0] == 0.05 and 0.005 <= GAMF().levels()[-1] < 0.0056
+    assert GAMF(tau=0.5, decay=0.5, tau_end=0.125).levels() == [0.5, 0.25, 0.125]
+    assert GAMF(tau=0.1, tau_end=0.1).levels() == [0.1]
 
 
 def test_the_first_client_is_the_one_of_lowest_id_and_has_weight():
@@ -255,6 +258,8 @@ def test_the_first_client_is_the_one_of_lowest_id_and_has_weight():
         torch.testing.assert_close(found.send, models[1], rtol=1e-9, atol=1e-9)
         ghost = merge(method, model, models, context, [1, 0, 1], clients=[7, 2, 5])
         torch.testing.assert_close(ghost.send, models[2], rtol=1e-9, atol=1e-9)
+        alone = merge(method, model, models[:2], context, [0, 1], clients=[2, 7])
+        torch.testing.assert_close(alone.send, models[1], rtol=1e-9, atol=1e-9)
 
 
 def test_matching_works_around_other_methods_and_inside_averaging():
@@ -285,6 +290,14 @@ def test_batchnorm_statistics_are_named_as_a_caution():
         assert len(found) == 1 and "recalibrate" in found[0]
 
 
+def test_cautions_of_the_inner_method_are_passed_on():
+    rough = Setting(momentum=0.9, weight_decay=0, clip=None, ragged=True, statistics=False)
+    expected = list(parse("scaffold", "method").cautions(rough))
+    assert expected
+    for source in ("fedma(scaffold)", "gamf(scaffold)"):
+        assert list(parse(source, "method").cautions(rough)) == expected
+
+
 @pytest.mark.parametrize(
     ("source", "word"),
     [
@@ -313,6 +326,18 @@ def unlike(network, example, count, seed):
     draw = torch.Generator().manual_seed(seed)
     models = torch.randn(count, layout.size, generator=draw).double()
     return models, layout, permutations(network, example)
+
+
+def test_fedma_goes_on_until_a_further_sweep_changes_nothing():
+    network, longer = mlp((3,), 2, widths=(6, 5)), 0
+    for seed in range(6):
+        models, layout, groups = unlike(network, torch.zeros(2, 3), 2, seed)
+        once, _ = matched(models[1:], models[0], layout, groups, 1)
+        found, _ = matched(models[1:], models[0], layout, groups, 20)
+        again, orders = matched(found, models[0], layout, groups, 1)
+        assert torch.equal(again, found) and orders.moved() == 0
+        longer += bool(found[0] @ models[0] > once[0] @ models[0])
+    assert longer
 
 
 def test_a_recurrent_guess_that_is_worse_is_not_taken():
@@ -353,6 +378,28 @@ def test_gamf_keeps_models_that_matching_would_make_less_alike():
         placed = any(not torch.equal(s[i], s[0]) for s in matching.soft for i in (1, 2))
         refused += placed and orders.moved() == 0
     assert refused
+
+
+def test_without_joint_each_client_is_matched_with_the_first_alone():
+    models, layout, groups = unlike(mlp((3,), 2, widths=(5,)), torch.zeros(2, 3), 4, 0)
+
+    def places(method, some):
+        matching = Matching(method, models[some], layout, groups)
+        matching.anneal()
+        matching.harden()
+        return matching.soft[0]
+
+    found = places(GAMF(joint=False), [0, 1, 2, 3])
+    for i in (1, 2, 3):
+        assert torch.equal(found[i], places(GAMF(), [0, i])[1])
+    assert not torch.equal(found, places(GAMF(), [0, 1, 2, 3]))
+
+
+def test_units_that_are_all_alike_stay_in_their_places():
+    _, model, context = world("mlp")
+    models = torch.zeros(3, len(model), dtype=torch.float64)
+    found = merge(GAMF(), model, models, context)
+    assert torch.equal(found.send, models[0]) and note(found).moved == 0
 
 
 def test_gamf_merges_uniformly_as_the_paper_does():

@@ -78,6 +78,8 @@ def test_fedsam_and_fedasam_equal_a_plain_numpy_loop(weighting, sgd):
         ("mofedsam(rho=0.0, alpha=0.2)", "fedcm(alpha=0.2)"),
         ("mofedsam(rho=0.3, alpha=1.0, server_lr=0.5, weighting='samples')",
          "fedcm(alpha=1.0, server_lr=0.5, weighting='samples', local=sam(rho=0.3))"),
+        ("mofedsam(rho=0.3, alpha=0.2, weighting='samples')",
+         "fedcm(alpha=0.2, weighting='samples', local=sam(rho=0.3))"),
         ("mofedsam(rho=0.3, alpha=1.0)", "fedsam(rho=0.3, weighting='uniform')"),
         ("fedavg(local=sam(rho=0.3, share=0.0))", "fedavg"),
     ],

@@ -116,6 +116,8 @@ def case(method, seed=0):
         FedBE(samples=0, with_mean=False, mix="logits", temperature=2.0, epochs=3, lr=0.2),
         FedBE(samples=0, epochs=6, lr=0.3, average_from=2, average_every=3),
         FedBE(samples=2, scale=0.5, epochs=3, lr=0.3),
+        FedBE(samples=2, with_mean=False, with_clients=False, epochs=3, lr=0.3),
+        FedBE(samples=0, epochs=4, lr=0.3, cosine=True, clip=0.01),
     ],
     ids=lambda m: str(m)[:60],
 )
@@ -123,10 +125,12 @@ def test_each_refiner_equals_a_plain_numpy_server(method):
     context, server, models, replies, inputs, labels = case(method)
     served, _ = method.aggregate(method.init(server, context), server, replies, context)
     mean = np.average(models.numpy(), axis=0, weights=[3, 1, 0, 5])
-    teachers = [models[i].numpy() for i in (0, 1, 3)]  # the client without a sample is none
+    clients = [models[i].numpy() for i in (0, 1, 3)]  # the one without a sample does not teach
     key = context.key.fold(type(method).__name__.lower())
-    if getattr(method, "with_mean", False):
-        teachers += [mean, *numpy_draws(method, server.numpy(), teachers, key)]
+    teachers = clients if getattr(method, "with_clients", True) else []
+    if isinstance(method, FedBE):
+        means = [mean] if method.with_mean else []
+        teachers = [*teachers, *means, *numpy_draws(method, server.numpy(), clients, key)]
     target = one_hot(labels)
     if not isinstance(method, ServerFT):
         target = numpy_target(method, teachers, inputs)
@@ -327,6 +331,26 @@ def test_dirichlet_draws_are_convex_combinations_of_clients():
     torch.testing.assert_close(models.T @ weights, found.T)
     assert (weights > -1e-9).all() and len(weights.T.unique(dim=0)) == 50
     torch.testing.assert_close(weights.sum(0), torch.ones(50).double())
+
+
+def test_all_convex_combinations_are_equally_likely():
+    """A weight out of four then has the mean 1/4 and the variance 3/80."""
+    base, models = some_models()
+    found = drawn(FedBE(samples=2000, mode="dirichlet"), models, base)
+    weights = torch.linalg.lstsq(models.T, found.T).solution
+    torch.testing.assert_close(weights.mean(1), torch.full((4,), 0.25).double(), rtol=0, atol=0.02)
+    torch.testing.assert_close(weights.var(1), torch.full((4,), 0.0375).double(), rtol=0.1, atol=0)
+
+
+def test_the_order_of_replies_does_not_decide_what_is_drawn():
+    method = FedBE(samples=2, mode="dirichlet", with_clients=False, epochs=2, lr=0.3)
+    context, server, _, replies, _, _ = case(method)
+    state = method.init(server, context)
+    one, other = (
+        method.aggregate(state, server, replies.take(torch.tensor(order)), context)[0].send
+        for order in ([0, 1, 2, 3], [3, 2, 0, 1])
+    )
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 def test_fedbe_without_draws_and_mean_is_feddf():

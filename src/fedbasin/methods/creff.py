@@ -208,11 +208,16 @@ def matching_gradient(
 
 def _one_minus_cosine(found: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of 1 - cos over rows [..., d] and its gradient in the first."""
-    tiny = torch.finfo(found.dtype).tiny
-    size = found.norm(dim=-1, keepdim=True).clamp(min=tiny)
-    mine, theirs = found / size, real / real.norm(dim=-1, keepdim=True).clamp(min=tiny)
+    (mine, size), (theirs, _) = _units(found), _units(real)
     cosine = (mine * theirs).sum(-1, keepdim=True)
     return (1 - cosine).sum(), (mine * cosine - theirs) / size
+
+
+def _units(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows over their lengths, and these; inf where squares are lost, so 0 is returned."""
+    size = rows.norm(dim=-1, keepdim=True)
+    size = torch.where(size > torch.finfo(size.dtype).tiny ** 0.5, size, torch.inf)
+    return rows / size, size
 
 
 def _fresh_head(head: Head, key: Key, like: Tensor) -> Tensor:
