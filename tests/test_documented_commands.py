@@ -2,13 +2,16 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import fedbasin.experiment  # noqa: F401  (fills the catalogue)
 from fedbasin.cli.app import _settings, app
+from fedbasin.core.catalogue import CATALOGUE
 from fedbasin.core.expressions import parse
 
 ROOT = Path(__file__).parents[1]
@@ -42,9 +45,18 @@ def read(words):
     return command.make_context(command.name, left).params
 
 
-@pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_a_documented_command_can_be_given(words, monkeypatch):
+@pytest.fixture
+def examples(monkeypatch):
+    """Modules of the examples can be named; what they enter is gone afterwards."""
     monkeypatch.syspath_prepend(ROOT / "examples")
+    before = set(CATALOGUE)
+    yield
+    for name in set(CATALOGUE) - before:
+        sys.modules.pop(CATALOGUE.pop(name).make.__module__, None)
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_a_documented_command_can_be_given(words, examples):
     given = read(words)
     if words[0] in ("run", "compare") and given:
         experiment = _settings(None, given["preset"], given["set_"])
