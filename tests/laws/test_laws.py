@@ -11,6 +11,7 @@ import fedbasin.methods
 from fedbasin.core.catalogue import CATALOGUE, cards, entry
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Served, Wrapper
+from fedbasin.core.rule import LocalRule, Setting
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.methods import FedAvg
 from fedbasin.sim import Population
@@ -87,6 +88,22 @@ wima(fedavg, window=100, stride=1, part='all')
 @pytest.mark.parametrize("source", SETTINGS.split("\n")[1:-1])
 def test_settings_left_out_are_those_of_the_papers(source):
     assert parse(source, "method") == parse(source.split("(")[0], "method")
+
+
+@dataclass(frozen=True)
+class Cautious(LocalRule):
+    def cautions(self, setting):
+        yield "mind this"
+
+
+@pytest.mark.parametrize(
+    "card",
+    [card for card in CARDS if any(p.name == "local" for p in card.parameters)],
+    ids=lambda card: card.name,
+)
+def test_the_cautions_of_a_clients_rule_are_passed_on(card):
+    even = Setting(momentum=0, weight_decay=0, clip=None, ragged=False, statistics=False)
+    assert "mind this" in list(card.make(local=Cautious()).cautions(even))
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)

@@ -162,6 +162,14 @@ def test_asam_does_not_see_how_two_layers_share_their_size():
     assert abs(a - b) > 1e-3  # and SAM does see it
 
 
+def test_mofedsam_without_rho_records_fedcms_momentum():
+    found, wanted = (
+        [record.notes["momentum_norm"] for _, record, _ in rounds_of(toy_federation(method))]
+        for method in (MoFedSAM(rho=0.0), FedCM())
+    )
+    assert found == pytest.approx(wanted, rel=1e-9) and min(wanted) > 0
+
+
 class WithStatistics(nn.Module):
     """A small network with BatchNorm."""
 
