@@ -3,8 +3,8 @@
 #
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
 #                                                          tuned, shifted, precision, slow, shrunk,
-#                                                          averaged, split, pulled, taught, generated, refilled,
-#                                                          dealt, mild, counted
+#                                                          averaged, split, pulled, taught, generated,
+#                                                          perturbed, refilled, dealt, mild, counted
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -87,7 +87,7 @@ precision() { # what bf16 changes: the same cell in tf32
 }
 
 slow() { # FedCDA's Table 1: is SGD's momentum of 1e-4 a misprint?
-    for where in "fedavg dir0.5" "fedcda dir0.5" "fedavg shards4"; do
+    for where in "fedavg dir0.5" "fedcda dir0.5" "fedavg shards4" feddf\ {shards8,dir0.1,dir0.5}; do
         cell "$where" fedcda/table1 "${where% *}" "fmnist ${where#* }"
         try "momentum 0.9" --set local.momentum=0.9
     done
@@ -126,16 +126,22 @@ taught() { # the same table: is FedDF's Adam at 0.001 too fast for ten rows a cl
     for column in shards8 dir0.1; do
         cell "feddf $column" fedcda/table1 feddf "fmnist $column"
         try "adam 1e-4" --set "method=feddf(lr=0.0001)"
-        try "500 a class" --set "method=feddf(epochs=5)" --set data.proxy_per_class=500
+        try "500 a class" --rounds 100 --set "method=feddf(epochs=5)" --set data.proxy_per_class=500
         # How far is the clients' ensemble ahead of their mean? fedbasin analyze averaging RUN --rows 0
         cell "fedavg $column" fedcda/table1 fedavg "fmnist $column"
-        try "kept cohort" --set "snapshots.rounds=[200]" --set snapshots.clients=true
+        try "kept cohort" --rounds 100 --set "snapshots.rounds=[100]" --set snapshots.clients=true
     done
 }
 
 generated() { # the same table: does FedGEN weigh what it generates by less than A = B = 10?
     cell "fedgen shards4" fedcda/table1 fedgen "fmnist shards4"
     try "A and B 1" --set "method=fedgen(alpha=1, beta=1)"
+}
+
+perturbed() { # the same table: is FedSAM slow and calm there by its rho, or by shorter steps?
+    cell "fedsam shards8" fedcda/table1 fedsam "fmnist shards8"
+    try "rho 0.5" --rounds 100 --set "method=fedsam(rho=0.5)"
+    try "lr 1e-4" --rounds 100 --set local.lr=0.0001
 }
 
 refilled() { # FedWCM's Table 3: are classes that run out put back where clients hold few of them?
