@@ -405,6 +405,18 @@ def test_swa_with_feedback_goes_on_from_the_mean_after_each_cycle():
     assert len(taken) == 3
 
 
+@pytest.mark.parametrize("part", ["all", "head"])
+def test_swa_with_feedback_goes_on_from_the_mean_of_what_is_sent(part):
+    models = walk(9)
+    sent = models + 10.0 * np.arange(1, 10)[:, None]
+    *_, last = feed(SWA(Ahead(), start=0.0, cycle=3, feedback=True, part=part), models)
+    kept = slice(2, None) if part == "head" else slice(None)
+    for found, trail in ((last.send, sent), (last.score, models)):
+        expected = trail[-1].copy()
+        expected[kept] = trail[2::3, kept].mean(0)
+        np.testing.assert_allclose(found, expected)
+
+
 def test_swa_cycles_begin_at_its_start():
     found = [p.lr for p in lrs(SWA(start=0.5, cycle=4, ratio=0.1))]
     plain = [0.01 * 0.99**t for t in range(40)]

@@ -9,11 +9,12 @@ and after each cycle the global model joins the mean
     u <- (q u + w) / (q + 1),  q <- q + 1,   when (t - t_s + 1) mod c = 0.
 
 Training goes on from w; u is what is scored once there is one. With `feedback` clients go on from
-u after each cycle, which is server averaging.
+the mean after each cycle, of what the inner method sends where that is not what it scores; that is
+server averaging. A cycle whose last round brings no reply adds nothing.
 
 Departures from the paper: the authors' release takes its snapshot after the first, largest-lr
 round of a cycle; here it is taken at the end, as the paper says. Cycles start at t_s.
-Cost: none for clients. Server: O(P) at the end of a cycle, 8P bytes.
+Cost: none for clients. Server: O(P) at the end of a cycle, 8P bytes, 16P with `feedback`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapper
 from fedbasin.core.trajectory import RunningMean
 from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class Means:
+    """What the server remembers."""
+
+    scored: RunningMean
+    sent: RunningMean  # of nothing without feedback
 
 
 @entry(
@@ -73,9 +82,12 @@ class SWA(Wrapper):
         """Return t_s, the first round of the first cycle."""
         return int(self.start * context.rounds + 1e-9)
 
-    def begin(self, server: Tensor, context: Context) -> RunningMean:
+    def begin(self, server: Tensor, context: Context) -> Means:
         """Start with no snapshot."""
-        return RunningMean(torch.zeros_like(server, dtype=torch.float64), 0)
+        remembered = (server, server if self.feedback else server[:0])
+        return Means(
+            *(RunningMean(like.new_zeros(len(like), dtype=torch.float64), 0) for like in remembered)
+        )
 
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Run the learning rate through cycles from t_s on."""
@@ -87,14 +99,18 @@ class SWA(Wrapper):
         return replace(base, lr=base.lr * (1 - share + share * self.ratio))
 
     def step(
-        self, own: RunningMean, server: Tensor, fresh: Served, replies: Replies, context: Context
-    ) -> tuple[Served, RunningMean]:
+        self, own: Means, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, Means]:
         """Take a snapshot at the end of a cycle."""
         after = context.round - self.begins(context)
         ends = after >= 0 and (after + 1) % self.cycle == 0
-        average = own.push(fresh.score) if ends else own
-        score = fresh.score
-        if average.count:
-            score = context.layout.mix(self.part, average.mean(fresh.score), fresh.score)
-        send = score if ends and self.feedback else fresh.send
-        return Served(send, score, fresh.notes), average
+        if ends:
+            sent = own.sent.push(fresh.send) if self.feedback else own.sent
+            own = Means(own.scored.push(fresh.score), sent)
+        mix = context.layout.mix
+        score, send = fresh.score, fresh.send
+        if own.scored.count:
+            score = mix(self.part, own.scored.mean(score), score)
+        if ends and self.feedback:
+            send = mix(self.part, own.sent.mean(send), send)
+        return Served(send, score, fresh.notes), own
