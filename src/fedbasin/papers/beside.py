@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from statistics import fmean, stdev
 
 from fedbasin.papers.results import Result, fresh
-from fedbasin.papers.tables import Axis, Published, Table
+from fedbasin.papers.tables import Axis, Finding, Published, Table
 
 NEAR = 3.0  # points
 HEADER = ("row", "column", "paper", "ours", "difference", "gain: paper", "gain: ours", "verdict")
@@ -182,10 +182,10 @@ def _reproduced(paper: float | None, ours: float | None, better: int) -> bool:
     return paper * better > 0 or abs(ours) <= 2 * abs(paper)
 
 
-def why(table: Table, row: Axis, column: Axis) -> list[str]:
+def why(table: Table, row: Axis, column: Axis) -> list[Finding]:
     """Return the findings that speak of a cell."""
 
     def covers(patterns: tuple[str, ...], axis: Axis) -> bool:
         return not patterns or any(fnmatchcase(axis.name, pattern) for pattern in patterns)
 
-    return [f.text for f in table.findings if covers(f.rows, row) and covers(f.columns, column)]
+    return [f for f in table.findings if covers(f.rows, row) and covers(f.columns, column)]

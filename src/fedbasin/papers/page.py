@@ -113,11 +113,13 @@ def _section(
 def _found(table: Table, shown: set[tuple[str, str]]) -> Iterator[str]:
     """Yield the findings that speak of cells that are shown, each once."""
     told = dict.fromkeys(
-        text
+        finding
         for row in table.rows
         for column in table.columns
         if (row.name, column.name) in shown
-        for text in why(table, row, column)
+        for finding in why(table, row, column)
     )
-    for text in told:
-        yield f"\n- Found: {text}\n"
+    for finding in told:
+        axes = (finding.rows, finding.columns)
+        cells = "; ".join(", ".join(f"`{name}`" for name in names) for names in axes if names)
+        yield f"\n- Found{cells and f' ({cells})'}: {finding.text}\n"
