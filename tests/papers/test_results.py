@@ -445,6 +445,6 @@ def test_the_page_shows_a_result_with_its_device_and_reason(monkeypatch):
     ]
     text = page(mine)
     assert "| scaffold | b | 60.00 | 10.00 (1 seed) | -50.00 | +10.00 | - | missed |" in text
-    assert "- Found (`scaf*`; `b`): another split" in text and "Run on a GPU, cpu." in text
+    assert "- Found (`scaf*; b`): another split" in text and "Run on a GPU, cpu." in text
     assert "50.00 (1 seed), reduced: 10 of 100 rounds" in text
     assert "| ima/t | 4 | 4 | 1 | 0 | 1 |" in text

@@ -158,6 +158,14 @@ def test_show_reads_results_of_one_s_own(invoke, tmp_path):
     assert elsewhere.exit_code == 1 and "no.jsonl does not exist" in str(elsewhere.exception)
 
 
+def test_show_says_why_a_cell_is_missed_and_nothing_of_one_that_is_not():
+    cells = ["paper", "show", "fedcda/table1", "--rows", "fedprox", "--columns"]
+    near = CliRunner().invoke(app, [*cells, "fmnist shards4"]).output
+    assert "near" in near and "why" not in near
+    missed = CliRunner().invoke(app, [*cells, "fmnist shards4,fmnist shards8"]).output
+    assert missed.count("why (") == 1 and "dir0.5): It is mu, which the paper" in missed
+
+
 def test_markdown_is_of_the_cells_that_were_asked_for(invoke, tmp_path):
     invoke("run", "x/table1", "--rows", "fedavg*", "--columns", "digits", "--jobs", "1")
     averaged, plain = sorted(

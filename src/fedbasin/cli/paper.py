@@ -176,8 +176,8 @@ def show(
     """Show paper and ours side by side: difference, and gain over the baseline of both.
 
     A verdict is near (within 3 points), gain (the direction and at least half of the gain) or
-    missed. Runs of fewer rounds than the paper's, or on a part of its data, are marked and get no
-    verdict.
+    missed; below stands why, where experiments have told. Runs of fewer rounds than the paper's,
+    or on a part of its data, are marked and get no verdict.
     """
     from fedbasin.papers import load_table, table_names
     from fedbasin.papers.page import page, section
@@ -212,6 +212,7 @@ def _print_beside(
 ) -> None:
     from fedbasin.papers import lines_of
     from fedbasin.papers.beside import HEADER
+    from fedbasin.papers.page import found
 
     lines = lines_of(table, results, rows, columns)
     if only_ours:
@@ -222,6 +223,9 @@ def _print_beside(
     for line in lines:
         grid.add_row(*(Text(cell) for cell in line.cells))
     console.print(grid)
+    missed = {(line.row, line.column) for line in lines if line.verdict.startswith("missed")}
+    for finding in found(table, missed):
+        console.print(Text(f"why ({finding.cells}): {finding.text}"), soft_wrap=True)
 
 
 def _describe(table: Table) -> None:

@@ -10,6 +10,7 @@ from fedbasin.papers.results import Result, fresh
 from fedbasin.papers.tables import (
     MARKS,
     Axis,
+    Finding,
     Table,
     load_paper,
     load_table,
@@ -105,21 +106,19 @@ def _section(
     for line in lines:
         yield f"| {' | '.join(line.cells)} |\n"
     cells = {(line.row, line.column) for line in lines}
-    yield from _found(table, cells)
+    for finding in found(table, cells):
+        yield f"\n- Found (`{finding.cells}`): {finding.text}\n"
     ran = sorted({each.device for each in mine if (each.row, each.column) in cells})
     yield f"\nRun on {', '.join(ran)}.\n"
 
 
-def _found(table: Table, shown: set[tuple[str, str]]) -> Iterator[str]:
-    """Yield the findings that speak of cells that are shown, each once."""
+def found(table: Table, cells: set[tuple[str, str]]) -> list[Finding]:
+    """Return the findings that speak of these cells, each once."""
     told = dict.fromkeys(
         finding
         for row in table.rows
         for column in table.columns
-        if (row.name, column.name) in shown
+        if (row.name, column.name) in cells
         for finding in why(table, row, column)
     )
-    for finding in told:
-        axes = (finding.rows, finding.columns)
-        cells = "; ".join(", ".join(f"`{name}`" for name in names) for names in axes if names)
-        yield f"\n- Found{cells and f' ({cells})'}: {finding.text}\n"
+    return list(told)

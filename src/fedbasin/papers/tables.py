@@ -100,6 +100,12 @@ class Finding:
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
 
+    @property
+    def cells(self) -> str:
+        """The rows and columns it speaks of, as they are written."""
+        axes = (self.rows, self.columns)
+        return "; ".join(", ".join(names) for names in axes if names) or "all"
+
 
 @dataclass(frozen=True)
 class Published:
