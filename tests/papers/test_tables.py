@@ -7,7 +7,7 @@ import pytest
 from fedbasin.core.expressions import parse
 from fedbasin.papers import PaperError, load_paper, load_table, reason, table_names
 from fedbasin.papers.grid import experiment_of, method_of, tasks_of
-from fedbasin.papers.tables import MARKS, paper_names, read_table, select
+from fedbasin.papers.tables import MARKS, Finding, paper_names, read_table, select
 
 TABLES = [load_table(name) for name in table_names()]
 ASKED = {
@@ -308,3 +308,8 @@ def test_names_and_patterns_select_in_the_table_s_order():
 def test_an_unknown_table_names_the_nearest():
     with pytest.raises(PaperError, match="ima/table1"):
         load_table("ima/tabel1")
+
+
+def test_a_finding_names_its_cells_as_they_are_written():
+    assert Finding("why", ("fedavg", "ima*"), ("a b",)).cells == "fedavg, ima*; a b"
+    assert Finding("why", (), ("a", "b")).cells == "a, b" and Finding("why").cells == "all"
