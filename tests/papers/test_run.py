@@ -21,7 +21,7 @@ from fedbasin.experiment.config import override
 from fedbasin.experiment.runs import Branch, run_cell
 from fedbasin.papers import load_table, reason, table_names, tasks_of
 from fedbasin.papers.results import read
-from fedbasin.papers.run import Grid
+from fedbasin.papers.run import Grid, over
 from fedbasin.papers.tables import read_table, select
 
 TOML = """
@@ -423,3 +423,13 @@ def test_a_cell_that_ends_costs_no_look_at_the_settings_of_all(tmp_path, monkeyp
     assert grid.waiting() and grid.unfinished() and grid.lines() == []
     grid.collect()
     assert hashed == []
+
+
+@pytest.mark.parametrize(("status", "done"), [("diverged", True), ("stopped", False)])
+def test_a_run_is_over_when_it_has_a_model_or_has_diverged(status, done, tmp_path):
+    folder = RunFolder(tmp_path)
+    assert not over(tmp_path)
+    folder.write_summary({"status": status})
+    assert over(tmp_path) is done
+    folder.model.touch()
+    assert over(tmp_path)
