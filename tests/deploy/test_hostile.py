@@ -14,11 +14,11 @@ import torch
 
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
-from deploy.test_refusals import CULPRIT, FIRST, changed, part, run, with_part
+from deploy.test_refusals import CULPRIT, FIRST, changed, run
 from flwr.app import Array, ArrayRecord, ConfigRecord
 
 from fedbasin.core.expressions import parse
-from fedbasin.core.method import Context
+from fedbasin.core.method import Context, ReplyError
 from fedbasin.core.rng import root
 from fedbasin.deploy import private
 from fedbasin.deploy.merge import Merger
@@ -153,23 +153,46 @@ def test_reports_that_are_all_wrong_cost_the_round_and_no_more(caplog):
     assert sum("keeps its model" in r.getMessage() for r in caplog.records) == 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_values_that_overflow_together_cost_the_round_and_no_more(stream):
-    rounds = []
+def test_a_state_that_is_not_finite_is_not_kept():
+    """The model may be finite where a moment of it is not."""
+    method = parse("fedadam", "method")
+    codec = Codec.of(ArrayRecord({"a.weight": Array(np.zeros(4, np.float32))}))
+    vector, buffers = torch.zeros(4), torch.zeros(0)
+    context = Context(codec.layout, 10, 1, root(0))
+    before = Server(0, vector, vector, buffers, method.init(vector, context))
+    replies = replies_of(torch.tensor([[1e25] * 4, [1.0] * 4]))
+    collected = Collected(replies, torch.zeros(2, 0), torch.ones(2, dtype=torch.float64))
+    after, record = Merger(method).merge(before, collected, context, lambda *_: None)
+    assert after is before and record.notes == {"merge_refused": 1.0}
 
-    def tamper(client, reply):
-        rounds.append(client)
-        if client in (2, 3) and len(rounds) <= 6:
-            values = part(reply)
-            values[...] = 1.7e308
-            with_part(reply, values)
+
+def test_a_report_that_is_missing_costs_the_round_and_no_more():
+    def silent(client, reply):
+        del reply.content["report"], reply.content["report-shape"]
         return [reply]
 
-    strategy = run(tamper=tamper, stream=stream)
-    first, second = strategy.journal.records
-    assert first.notes == {"merge_refused": 1.0} and "merge_refused" not in second.notes
-    assert strategy._server.send.isfinite().all()
-    assert second.update_norm > 0
+    strategy = run("scaffold", silent, rounds=1)
+    assert strategy.journal.records[0].notes == {"merge_refused": 1.0}
+
+
+def test_a_merge_that_is_refused_leaves_the_models_that_the_old_state_needs(tmp_path, monkeypatch):
+    """The merger dies after the method has put new models into the archive in place of old ones."""
+    expression = "fedcda(warmup=0, memory=1, store='disk')"
+    strategy = run(expression, rounds=2, folder=tmp_path)
+    kind, seen = type(strategy.method), []
+    whole = kind.aggregate
+
+    def failing(self, state, server, replies, context):
+        found = whole(self, state, server, replies, context)
+        seen.append(context.round)
+        if context.round == 2:
+            raise ReplyError("no")
+        return found
+
+    monkeypatch.setattr(kind, "aggregate", failing)
+    after = run(expression, rounds=5, folder=tmp_path)
+    assert seen == [2, 3, 4]
+    assert [r.notes.get("merge_refused") for r in after.journal.records[2:]] == [1.0, None, None]
 
 
 @pytest.mark.parametrize("action", ["clip", "drop"])
@@ -205,7 +228,10 @@ def test_an_opened_sum_of_class_counts_must_be_whole_numbers(monkeypatch, opened
     answers = {"public": b"key", "counts": b"secret", "total": opened}
     monkeypatch.setattr(private, "add_counts", lambda *_: b"sum")
     monkeypatch.setattr(private, "_ask", lambda _, nodes, __: dict.fromkeys(nodes, answers))
-    clients = SimpleNamespace(total=2, rows=lambda: 5, wait=lambda *_, **__: {0: 10, 1: 11})
+    nodes = {0: 10, 1: 11, 2: 12}
+    clients = SimpleNamespace(
+        total=3, rows=lambda: 5, wait=lambda *_, **__: nodes, examples=lambda client: 1
+    )
     with pytest.raises(Refused, match="opened the sum of 2 classes"):
         private.gather(clients, root(0), 2)
     answers["total"] = [3, 2]

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.rng import root
-from fedbasin.deploy import Desk, app_of, place
+from fedbasin.deploy import Desk, app_of, place, private
 from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.private import answer, gather
@@ -103,6 +103,26 @@ def test_a_missing_client_stops_the_gathering():
     del grid.contexts[gone]
     with pytest.raises(TooFewNodes, match="5 clients are connected, 6 are needed"):
         gather(clients, root(0), 3)
+
+
+def test_a_sum_of_fewer_than_three_clients_with_rows_is_not_asked_for(monkeypatch):
+    _, grid, clients = setting()
+    monkeypatch.setattr(clients, "examples", lambda client: client < 2)
+    with pytest.raises(TooFewNodes, match="2 clients hold data"):
+        gather(clients, root(0), 3)
+    assert all(m.content["config"][ASK] == "who" for m in grid.sent)
+
+
+@pytest.mark.parametrize("score", [50.0, -1.1])
+def test_a_score_that_no_counts_give_is_refused(score, monkeypatch):
+    _, _, clients = setting()
+    monkeypatch.setattr(private, "gather", lambda *_: [1, 1])
+    told = {c: ConfigRecord({"score": score if c == 4 else -1.0}) for c in range(6)}
+    monkeypatch.setattr(private, "_ask", lambda *_: told)
+    with pytest.raises(Refused, match=f"client 4 says that its score is {score}"):
+        private.gather_private(clients, root(0), 2)
+    told[4] = ConfigRecord({"score": 1.0})
+    assert private.gather_private(clients, root(0), 2).scores[4] == 1.0
 
 
 def test_counts_in_plain_need_the_clients_consent():

@@ -12,11 +12,12 @@ import torch
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
 from deploy.grids import LocalGrid, app_for, over_the_wire, strategy_for
-from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from fedbasin.core.expressions import parse
 from fedbasin.deploy import Guard
 from fedbasin.deploy.clients import Clients, TooFewNodes
+from fedbasin.deploy.evaluation import mean_metrics
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.replies import guarded
 from fedbasin.deploy.wire import Refused, write_tree
@@ -72,7 +73,9 @@ FAULTS = {
     "NaN loss": (lambda r: [changed(r, last_loss=float("nan"))], "last-loss is nan"),
     "no metrics": (lambda r: without(r, "metrics"), "0 of MetricRecord"),
     "no model": (lambda r: without(r, "arrays"), "0 of ArrayRecord"),
-    "unknown sender": (elsewhere, "it was not asked in this round"),
+    "huge": (bad_value(-1e16), "hidden.weight holds values beyond 1e+15"),
+    "loss beyond": (lambda r: [changed(r, last_loss=1e309)], "last-loss is inf"),
+    "length that divides": (lambda r: [changed(r, length=1e-300)], "length is 1e-300"),
 }
 
 
@@ -114,9 +117,59 @@ def test_a_bad_reply_is_refused_named_and_counted(fault, stream, caplog):
     assert [r.refused for r in strategy.journal.records] == [1, 1]
     reason = next(iter(strategy.tally.refused))
     assert strategy.tally.refused.total() == 2
-    who = "node 424242" if fault == "unknown sender" else f"client {CULPRIT}"
+    who = f"client {CULPRIT}"
     assert words in reason and reason.startswith(who)
     assert any(words in r.getMessage() and who in r.getMessage() for r in caplog.records)
+
+
+def another_ones(reply: Message) -> list[Message]:
+    reply.metadata.__dict__["_reply_to_message_id"] = "made-up"
+    return [reply]
+
+
+@pytest.mark.parametrize("forge", [elsewhere, another_ones])
+def test_a_reply_that_bears_another_address_counts_for_nobody(forge, caplog):
+    with caplog.at_level(logging.WARNING, "flwr"):
+        strategy = run(tamper=lambda client, r: forge(r) if client == CULPRIT else [r])
+    expected = without_culprit()
+    torch.testing.assert_close(strategy._server.send, expected.send, rtol=1e-9, atol=1e-11)
+    assert [r.replies for r in strategy.journal.records] == [5, 5]
+    assert [r.dropped for r in strategy.journal.records] == [1, 1]
+    words = f"no reply from client {CULPRIT}", "its reply bears the address of another"
+    assert any(all(w in r.getMessage() for w in words) for r in caplog.records)
+
+
+def test_a_reply_that_cannot_be_read_costs_one_client_its_round(caplog):
+    class Unreadable(LocalGrid):
+        """Flower cannot put a reply of the culprit together."""
+
+        def pull_messages(self, message_ids):
+            found = super().pull_messages(message_ids)
+            for reply in found:
+                trained = "arrays" in reply.content.array_records
+                if trained and self.client(reply.metadata.src_node_id) == CULPRIT:
+                    raise AttributeError("'MetricRecord' object has no attribute 'metadata'")
+            return found
+
+    federation = toy_federation(
+        parse("fedavg", "method"), rounds=2, participation="fraction(rate=1.0)"
+    )
+    strategy = strategy_for(federation, federation.method)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    with caplog.at_level(logging.WARNING, "flwr"):
+        strategy.start(Unreadable(app_for(federation), 6), arrays, num_rounds=2, timeout=0.5)
+    assert [r.replies for r in strategy.journal.records] == [5, 5]
+    assert any("its reply cannot be read" in r.getMessage() for r in caplog.records)
+
+
+def test_empty_text_in_a_reply_is_no_reason_to_stop():
+    def noted(client, reply):
+        if client == CULPRIT:
+            reply.content["more"] = ConfigRecord({"note": "", "bytes": b"", "list": [""]})
+        return [reply]
+
+    strategy = run(tamper=noted)
+    assert len(strategy.journal.records) == 2
 
 
 def test_a_second_reply_in_a_round_is_refused():
@@ -375,6 +428,19 @@ def test_another_method_on_the_client_is_an_error_that_names_both(caplog):
         "server runs 'wima(window=2)', this client was made for 'fedavg'" in r.getMessage()
         for r in caplog.records
     )
+
+
+def test_a_metric_is_averaged_over_the_clients_that_have_it():
+    replies = []
+    for facts in (
+        {"num-examples": 10, "accuracy": 0.8, "loss": 1.5},
+        {"num-examples": 30, "loss": 0.5},
+    ):
+        asked = Message(RecordDict(), 7, "evaluate")
+        asked.metadata.__dict__["_message_id"] = "1"
+        replies.append(Message(RecordDict({"metrics": MetricRecord(facts)}), reply_to=asked))
+    found = mean_metrics(replies, "num-examples")
+    assert dict(found) == pytest.approx({"accuracy": 0.8, "loss": 0.75})
 
 
 def test_evaluation_on_clients_is_a_weighted_mean():

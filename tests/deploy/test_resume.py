@@ -15,6 +15,7 @@ from deploy.grids import LocalGrid, app_for, strategy_for
 from flwr.app import ArrayRecord, Context, RecordDict
 
 from fedbasin.core.expressions import parse
+from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.state import same
 from fedbasin.deploy import FedbasinStrategy
@@ -175,3 +176,22 @@ def test_a_client_without_a_state_writes_nothing(tmp_path):
 def test_a_federation_cannot_choose_another_folder(name, tmp_path):
     with pytest.raises(Refused, match="hexadecimal"):
         OwnState(context(**{"state-dir": str(tmp_path)}), name, 0, ZERO)
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path):
+    federation = federation_of("fedavg")
+    with alone_in(tmp_path), pytest.raises(Busy):
+        start(federation, LocalGrid(app_for(federation), 6), tmp_path)
+    strategy, _ = start(federation, LocalGrid(app_for(federation), 6), tmp_path)
+    assert len(strategy.journal.records) == 4 and not (tmp_path / "run.lock").exists()
+
+
+def test_a_strategy_that_is_started_twice_begins_twice():
+    federation = federation_of("scaffold")
+    strategy = strategy_for(federation, federation.method)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    grid, found = LocalGrid(app_for(federation), 6), []
+    for _ in range(2):
+        strategy.start(grid, arrays, num_rounds=2, timeout=0.5)
+        found.append((strategy._server.send, len(strategy.journal.records)))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1] == 2

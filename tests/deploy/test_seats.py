@@ -15,8 +15,9 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbasin.core.expressions import parse
-from fedbasin.deploy.clients import Clients, Seat
+from fedbasin.deploy.clients import Clients, Seat, TooFewNodes
 from fedbasin.deploy.mail import Mailbox
+from fedbasin.deploy.wire import Refused
 from fedbasin.sim.population import Population
 from fedbasin.testing import toy_federation
 
@@ -79,7 +80,7 @@ def test_a_node_whose_question_was_lost_is_asked_again():
     clients = Clients(Mailbox(Lossy(app(), 6)), patience=4.0)
     assert len(clients.online()) == 5
     assert len(clients.wait(6)) == 6
-    assert not clients._ignored and not clients.mail.late
+    assert not clients.mail.late
 
 
 def test_an_answer_that_took_long_is_still_taken():
@@ -146,3 +147,73 @@ def test_a_look_at_many_nodes_is_quick():
     began = time.perf_counter()
     assert len(clients.online()) == 8000
     assert time.perf_counter() - began < 0.3  # seconds where a set is made for every seat
+
+
+class Unready(LocalGrid):
+    """Every node errs when it is first asked."""
+
+    def push_messages(self, messages):
+        new = not self.sent
+        ids = super().push_messages(messages)
+        for message_id, message in zip(ids, messages, strict=True) if new else ():
+            error = Message(Error(2, "OSError: data not mounted yet"), reply_to=message)
+            self._inbox[message_id] = [error]
+        return ids
+
+
+def test_nodes_that_all_err_at_first_are_asked_again_before_they_are_numbered():
+    clients = Clients(Mailbox(Unready(app(), 6)), patience=20.0)
+    assert sorted(clients.wait(6)) == list(range(6)) and not clients.anonymous
+
+
+def test_a_node_that_was_set_up_wrongly_and_is_mended_gets_its_seat():
+    grid = LocalGrid(app(), 6)
+    node = next(iter(grid.contexts))
+    config = grid.contexts[node].node_config
+    right, config["num-partitions"] = config["num-partitions"], 99
+    clients = Clients(Mailbox(grid), patience=20.0, total=6)
+    assert len(clients.online()) == 5
+    config["num-partitions"] = right
+    assert len(clients.wait(6)) == 6
+
+
+def test_who_comes_first_does_not_decide_how_many_clients_there_are():
+    grid = LocalGrid(app(), 6)
+    first = next(iter(grid.contexts))
+    grid.contexts[first].node_config["num-partitions"] = 99
+    federation = toy_federation(parse("fedavg", "method"), rounds=1)
+    strategy = strategy_for(federation, federation.method)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    strategy.start(grid, arrays, num_rounds=1, timeout=0.5)
+    assert strategy._clients.total == 6 and len(strategy.journal.records) == 1
+
+
+def test_class_counts_add_up_to_the_rows():
+    clients = Clients(Mailbox(LocalGrid(app(), 6)))
+    facts = {"num-partitions": 6, "partition-id": 0, "num-examples": 7}
+    assert clients._seat(facts | {"class-counts": [3, 4]}).counts == (3, 4)
+    with pytest.raises(Refused, match="class-counts add up to 8, num-examples is 7"):
+        clients._seat(facts | {"class-counts": [4, 4]})
+
+
+def test_rows_in_the_mean_are_of_the_clients_that_are_known():
+    clients = Clients(Mailbox(LocalGrid(app(), 6)), total=6)
+    clients._seats = {10: Seat(0, 10), 11: Seat(1, 15)}
+    assert clients.mean_examples() == 12.5
+
+
+def test_a_count_of_clients_is_waited_for_when_a_node_dies():
+    class Dies(LocalGrid):
+        """One node is gone after the first round."""
+
+        def get_node_ids(self):
+            trained = sum(m.metadata.message_type == "train" for m in self.sent)
+            return list(self.contexts)[: 6 if trained < 6 else 5]
+
+    federation = toy_federation(
+        parse("fedavg", "method"), rounds=2, participation="count(clients=6)"
+    )
+    strategy = strategy_for(federation, federation.method, patience=1.0)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    with pytest.raises(TooFewNodes, match="5 clients are connected, 6 are needed"):
+        strategy.start(Dies(app_for(federation), 6), arrays, num_rounds=2, timeout=0.5)

@@ -21,7 +21,7 @@ from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.wire import Refused, fault, number, the_record
 
 ASK = "fedbasin-ask"  # the key that says what a query is about
-_LONGEST_PAUSE = 600.0  # seconds until a node that did not say who it is is asked again
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds until a node that did not say is asked again
 _log = logging.getLogger("flwr")
 
 
@@ -55,7 +55,6 @@ class Clients:
     total: int = 0  # how many clients there are in all, N
     anonymous: bool = False  # whether nodes do not say who they are
     _seats: dict[int, Seat] = field(default_factory=dict)  # by node
-    _ignored: set[int] = field(default_factory=set)  # nodes that said what cannot be
     _open: dict[str, int] = field(default_factory=dict)  # questions without an answer, by message
     _pause: dict[int, tuple[float, float]] = field(default_factory=dict)  # when to ask, then wait
     _nameless: dict[int, str] = field(default_factory=dict)  # nodes that cannot say, and why
@@ -88,7 +87,7 @@ class Clients:
         """Return the node of every client that is online and holds data, or is `empty`."""
         nodes = list(self.mail.grid.get_node_ids())
         listed = set(nodes)
-        new = [n for n in nodes if n not in self._seats and n not in self._ignored]
+        new = [n for n in nodes if n not in self._seats]
         if new:
             self._ask(new, listed)
         # A client that came back has a new node: the one that was seen last speaks for it.
@@ -136,7 +135,8 @@ class Clients:
 
     def mean_examples(self) -> float:
         """Return how many rows a client holds in the mean; 0 where clients do not say."""
-        return 0.0 if self.anonymous else self.rows() / max(self.total, 1)
+        known = {seat.client for seat in self._seats.values()}
+        return 0.0 if self.anonymous else self.rows() / max(len(known), 1)
 
     def class_counts(self) -> Tensor:
         """Wait for all clients and return their rows by class [N, classes], as they show them."""
@@ -166,7 +166,7 @@ class Clients:
         sent = {i: n for i, n in self._open.items() if n in asked} | self.mail.send(messages)
         there = listed - self._silent
         held = {s.client: n for n, s in self._seats.items() if n in there}
-        answered, nameless = set(), []
+        answered, nameless, odd = set(), [], set()
         # Half of the patience is left to ask again those whose message was lost.
         waits = self.patience / 2 if new else 0.0
         for reply in self.mail.replies(sent, waits, lambda node, reason: None):
@@ -181,8 +181,9 @@ class Clients:
                 else:
                     seat = self._seat(the_record(reply.content, MetricRecord))
                     nameless += self._sit(node, seat, held)
-            except Refused as reason:
-                self._ignored.add(node)
+            except Refused as reason:  # asked again: one with a key is mended under its old id
+                self._nameless.pop(node, None)
+                odd.add(node)
                 _log.warning("node %d is left out, for what it says of itself: %s", node, reason)
         self._open = {i: n for i, n in sent.items() if i not in answered}
         for message_id in self._open:  # still waited for, so its answer is no late reply
@@ -190,9 +191,9 @@ class Clients:
         if self.anonymous:
             self._number(nameless)
         for node in due:
-            pause = 2 * self._pause.get(node, (0.0, 0.5))[1]
+            pause = 2 * self._pause.get(node, (0.0, _FIRST_PAUSE / 2))[1]
             self._pause[node] = (time.monotonic() + pause, min(pause, _LONGEST_PAUSE))
-            if node not in self._seats and node not in self._ignored and not self.anonymous:
+            if node not in self._seats and node not in odd and not self.anonymous:
                 why = self._nameless.get(node, "no answer yet, or another has its place")
                 _log.warning("node %d does not say which client it is: %s", node, why)
 
@@ -220,15 +221,18 @@ class Clients:
             raise Refused(f"it counts {total} clients, the others {self.total}")
         if client >= total:
             raise Refused(f"partition-id {client} is not below num-partitions {total}")
-        counts = facts.get("class-counts", [])
+        rows, counts = int(number(facts, "num-examples", least=0)), facts.get("class-counts", [])
         if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
             raise Refused("class-counts must be whole numbers of at least 0")
-        return Seat(client, int(number(facts, "num-examples", least=0)), tuple(counts), total)
+        if counts and sum(counts) != rows:
+            raise Refused(f"class-counts add up to {sum(counts)}, num-examples is {rows}")
+        return Seat(client, rows, tuple(counts), total)
 
     def _number_all(self, least: int) -> bool:
         """Where as many nodes as are needed are there and none says who it is, number them."""
         listed = set(self.mail.grid.get_node_ids())
-        nodes = [node for node in self._nameless if node in listed]
+        # An error may pass: only who was asked twice, so that its pause has grown, cannot say.
+        nodes = [n for n in self._nameless if n in listed and self._pause[n][1] > _FIRST_PAUSE]
         if self.anonymous or self._seats or len(nodes) < max(least, 1):
             return False
         self.anonymous, self.total = True, len(nodes)

@@ -20,7 +20,8 @@ _log = logging.getLogger("flwr")
 def mean_metrics(replies: Iterable[Message], weight_key: str) -> MetricRecord | None:
     """Return the weighted mean of the clients' metrics; None where there are none."""
     total: dict[str, float] = {}
-    weights, count, failures = 0.0, 0, 0
+    weights: dict[str, float] = {}  # by metric: not every client has every one
+    count = failures = 0
     for reply in replies:
         try:
             if reply.has_error():
@@ -36,11 +37,13 @@ def mean_metrics(replies: Iterable[Message], weight_key: str) -> MetricRecord | 
             node = reply.metadata.src_node_id
             _log.warning("\t> No evaluation from node %d: %s", node, reason)
             continue
-        count, weights = count + 1, weights + weight
+        count += 1
         for name in plain.keys() - {weight_key, *_ADDRESS}:
             total[name] = total.get(name, 0.0) + weight * plain[name]
+            weights[name] = weights.get(name, 0.0) + weight
     _log.info("aggregate_evaluate: Received %s results and %s failures", count, failures)
-    return MetricRecord({k: total[k] / weights for k in sorted(total)}) if weights else None
+    means = {k: total[k] / weights[k] for k in sorted(total) if weights[k] > 0}
+    return MetricRecord(means) if means else None
 
 
 def unheard(node: int, reason: str) -> None:

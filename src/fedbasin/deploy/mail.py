@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from flwr.app import Message
 from flwr.serverapp import Grid
+from google.protobuf.message import DecodeError
 
 _ONLINE_EVERY = 5.0  # seconds between looks at who is online
 
@@ -50,9 +51,12 @@ class Mailbox:
         while waiting:
             idle = True
             for message_id in list(waiting):
-                arrived = list(self.grid.pull_messages([message_id]))
+                arrived, why = self._pulled(message_id, sent[message_id])
+                idle &= not arrived and why is None
+                if why is not None:
+                    waiting.pop(message_id, None)
+                    gave_up(sent[message_id], why)
                 while arrived:
-                    idle = False
                     waiting.pop(message_id, None)
                     yield arrived.pop(0)  # no name keeps it alive while the next one comes
             now = time.monotonic()
@@ -68,13 +72,28 @@ class Mailbox:
             if idle:
                 time.sleep(self.poll)
 
+    def _pulled(self, message_id: str, node: int) -> tuple[list[Message], str | None]:
+        """Return the replies to one message, or why they cannot be used.
+
+        What stands inside a reply was written by the node: Flower compares its envelope alone.
+        """
+        try:
+            arrived = list(self.grid.pull_messages([message_id]))
+        except (AttributeError, LookupError, TypeError, ValueError, DecodeError) as error:
+            return [], f"its reply cannot be read: {error}"
+        for reply in arrived:
+            own = reply.has_error() or reply.metadata.src_node_id == node
+            if not own or reply.metadata.reply_to_message_id != message_id:
+                return [], "its reply bears the address of another"
+        return arrived, None
+
     def stragglers(self) -> Iterator[tuple[int, Message]]:
         """Yield replies to messages that were given up before, with the node."""
         for message_id, node in list(self.late.items()):
-            for reply in self.grid.pull_messages([message_id]):
+            arrived, why = self._pulled(message_id, node)
+            if arrived or why is not None:
                 del self.late[message_id]
-                if not reply.has_error():
-                    yield node, reply
+            yield from ((node, reply) for reply in arrived if not reply.has_error())
 
     def _give_up(
         self,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedbasin.core.archive import ArchiveError
 from fedbasin.core.method import Context, Method, ReplyError
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.tree import tensors
@@ -69,14 +70,16 @@ class Merger:
         buffers = server.buffers if self.buffers == "keep" else mean
         if isinstance(context.proxy, Examiner):
             context = replace(context, proxy=replace(context.proxy, buffers=buffers))
-        # What rules report has any shape that most clients agree on, so anything may come of it.
-        faults = Exception if tensors(replies.reports) else ReplyError
+        known = {id(leaf) for leaf in tensors(server.state)}
         try:
             served, state = self.method.aggregate(server.state, server.send, replies, context)
-            for values in (served.send, served.score, buffers):
+            made = [t for t in tensors(state) if t.is_floating_point() and id(t) not in known]
+            for values in (served.send, served.score, buffers, *made):
                 if not values.sum().isfinite():
-                    raise ReplyError("the mean of finite replies is not finite")
-        except faults:
+                    raise ReplyError("what finite replies make together is not finite")
+        except (ArchiveError, OSError):  # the server's own trouble
+            raise
+        except Exception:  # finite numbers and reports of any shape: anything may come of them
             _log.exception("round %d: %s refuses it and keeps its model", server.round, self.method)
             return server, RoundRecord(server.round, train_loss=loss, notes={"merge_refused": 1.0})
         if self.recalibrate is not None and self.buffers == "recalibrate" and buffers.numel():

@@ -41,6 +41,9 @@ def gather_private(clients: Clients, key: Key, classes: int) -> PrivateCounts:
     nodes = clients.wait(clients.total, empty=True)
     told = _ask(clients, nodes, {ASK: "score", "total": total})
     scores = [number(told[client], "score") for client in range(clients.total)]
+    for client, score in enumerate(scores):
+        if abs(score) > 1 + 1e-6:  # of shares of rows: one client could claim the whole model
+            raise Refused(f"client {client} says that its score is {score}, expected -1 to 1")
     rows = [clients.examples(client) for client in range(clients.total)]
     return PrivateCounts(
         torch.tensor(total), torch.tensor(scores, dtype=torch.float64), torch.tensor(rows)
@@ -50,6 +53,9 @@ def gather_private(clients: Clients, key: Key, classes: int) -> PrivateCounts:
 def gather(clients: Clients, key: Key, classes: int) -> list[int]:
     """Return how many rows of each class the clients hold together: the server's part."""
     nodes = clients.wait(clients.total, empty=True)
+    holding = sum(clients.examples(client) > 0 for client in nodes)
+    if holding < 3:
+        raise TooFewNodes(f"{holding} clients hold data: their sum would show the counts of one")
     holder = draw_holders(sorted(nodes), 1, key)[0]
     public = _bytes(_ask(clients, {holder: nodes[holder]}, {ASK: "keys"})[holder], "public")
     sent = _ask(clients, nodes, {ASK: "encrypt", "public": public})

@@ -191,6 +191,12 @@ class Collector:
             raise Refused("the method has client rules, which only fedbasin's ClientApp follows")
         loss = metrics.get("train_loss", metrics.get("train-loss"))
         found = float(loss) if isinstance(loss, int | float) else float("nan")
+        largest = torch.finfo(self.codec.dtype).max
+        if own and abs(number(metrics, "last-loss")) > largest:
+            raise Refused(f"last-loss is {metrics['last-loss']}, beyond {self.codec.dtype}")
+        for key in ("lr-sum", "length") if own else ():  # updates are divided by them
+            if 0 < number(metrics, key, least=0) < 1e-12:
+                raise Refused(f"{key} is {metrics[key]}, expected 0 or at least 1e-12")
         return Numbers(
             client=client,
             weight=number(metrics, self.weight_key, least=0),

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.archive import Archive
+from fedbasin.core.lock import alone_in
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, mean_of_last
 from fedbasin.core.state import load, read, save, write
 from fedbasin.sim.rounds import Server
@@ -57,16 +59,23 @@ class Journal:
         self.records: list[RoundRecord] = []
         self._began, self._spent = time.monotonic(), 0.0
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep the folder from other processes: two would mix their records."""
+        if self.folder is None:
+            return nullcontext()
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        return alone_in(self.folder.path)
+
     def archive(self) -> Archive | None:
         """Return where methods may keep models of clients."""
         return None if self.folder is None else Archive(self.folder.archive)
 
     def restored(self, fresh: Server, method: str) -> Server:
         """Return the server of the last checkpoint, or the fresh one."""
-        self._began = time.monotonic()
+        self._began, self._spent, self.records = time.monotonic(), 0.0, []
+        self.name = secrets.token_hex(8)  # a start is a federation of its own, unless it goes on
         if self.folder is None:
             return fresh
-        self.folder.path.mkdir(parents=True, exist_ok=True)
         if not self.folder.checkpoint.exists():
             self.folder.keep_rounds(0)
             return fresh

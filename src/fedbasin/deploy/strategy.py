@@ -176,7 +176,18 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.summary()
         train, evaluate = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self._timeout = timeout
-        self._begin(grid, initial_arrays, num_rounds, train)
+        with self.journal.alone():
+            self._begin(grid, initial_arrays, num_rounds, train)
+            return self._rounds(grid, num_rounds, train, evaluate, evaluate_fn)
+
+    def _rounds(
+        self,
+        grid: Grid,
+        num_rounds: int,
+        train: ConfigRecord,
+        evaluate: ConfigRecord,
+        evaluate_fn: EvaluateFn | None,
+    ) -> Result:
         result, arrays = Result(), self._arrays(self._server.send)
         result.arrays = self._scored(arrays)
         if evaluate_fn is not None and self._server.round == 0:
@@ -199,7 +210,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             record = self._examine(record, grid, evaluate, evaluate_fn, result)
             record = replace(record, seconds=time.perf_counter() - began)
             saved = self.journal.append(record, self._server, str(self.method), last=last)
-            if saved and self._context.archive is not None:
+            kept = "merge_refused" not in record.notes  # else the old state needs its old models
+            if saved and kept and self._context.archive is not None:
                 self._context.archive.sweep()
         self._finish(result)
         return result
@@ -211,7 +223,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         now, server, method = server_round - 1, self._server, self.method
         plan = method.plan(self._schedule, self._context.at(now, 0.0))
         self._now = self._context.at(now, plan.lr, plan)
-        online = self._clients.wait(max(self.min_available_nodes, 1))
+        asked_for = dict(self.participation.arguments).get("clients", 1)
+        online = self._clients.wait(max(self.min_available_nodes, asked_for, 1))
         eligible = np.array(sorted(online), dtype=np.int64)
         drawn = draw_cohort(self.participation, eligible, self.key, now).tolist()
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
@@ -321,7 +334,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             raise ValueError(f"{self.method} learns from data on the server: give proxy=")
         wants_counts = "class_counts" in needs
         self._mail = Mailbox(grid)
-        self._clients = Clients(self._mail, wants_counts and self.counts == "plain", self.patience)
+        total = 0 if self.context is None else self.context.clients
+        plain = wants_counts and self.counts == "plain"
+        self._clients = Clients(self._mail, plain, self.patience, total)
         self._clients.wait(max(self.min_available_nodes, 1))
         counts = private = None
         if wants_counts and self.counts == "private":

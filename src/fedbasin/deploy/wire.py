@@ -32,6 +32,7 @@ _NUMPY = "numpy.ndarray"  # how Flower names the only format that is read
 SKELETON = "skeleton"  # the key under which a tree's shape travels
 _STATISTICS = ("running_mean", "running_var")  # what BatchNorm calls its float buffers
 _DEEPEST, _LONGEST = 8, 1 << 16  # of a skeleton: levels, characters
+_LARGEST = 1e15  # the squares of 10^8 such numbers add up in float32
 _MOST_AXES = 32  # of an array
 _MOST = 2.0**53  # of anything counted: beyond, sums are no longer whole numbers, or overflow
 
@@ -156,8 +157,7 @@ class Codec:
                 if name not in record:
                     raise Refused(f"the model lacks {name}")
                 values = self._values(record[name], name, shape)
-                if not all_finite(values):
-                    raise Refused(f"{name} holds NaN or Inf")
+                _check(values, name)
                 if name.endswith("running_var") and values.size and values.min() < 0:
                     raise Refused(f"{name} is {values.min():g} at its least, expected at least 0")
                 found.append(Part(layout is self.layout, layout.slices[name], values))
@@ -254,8 +254,8 @@ def read_tree(arrays: ArrayRecord, shape: ConfigRecord) -> Any:
         if path not in arrays:
             raise Refused(f"a tree lacks the array {path!r}")
         values = read_array(arrays[path])
-        if values.dtype.kind == "f" and not all_finite(values):
-            raise Refused(f"{path} holds NaN or Inf")
+        if values.dtype.kind == "f":
+            _check(values, path)
         taken.add(path)
         return torch.from_numpy(values.copy())
 
@@ -323,5 +323,22 @@ def content_bytes(content: RecordDict) -> int:
         if isinstance(record, ArrayRecord):
             total += sum(len(array.data) for array in record.values())
         elif isinstance(record, MetricRecord | ConfigRecord):
-            total += record.count_bytes()
+            total += sum(len(key) + _value_bytes(value) for key, value in record.items())
     return total
+
+
+def _check(values: np.ndarray, name: str) -> None:
+    """Refuse what is not finite, or would not be in a sum of squares, which many methods form."""
+    if not all_finite(values):
+        raise Refused(f"{name} holds NaN or Inf")
+    if values.size and max(values.max(), -values.min()) > _LARGEST:
+        raise Refused(f"{name} holds values beyond {_LARGEST:g}")
+
+
+def _value_bytes(value: Any) -> int:
+    # Flower's own count refuses empty text and empty bytes, which a client may send.
+    if isinstance(value, list):
+        return sum(map(_value_bytes, value))
+    if isinstance(value, str | bytes):
+        return len(value)
+    return 1 if isinstance(value, bool) else 8
