@@ -74,14 +74,21 @@ FAULTS = {
     "no metrics": (lambda r: without(r, "metrics"), "0 of MetricRecord"),
     "no model": (lambda r: without(r, "arrays"), "0 of ArrayRecord"),
     "huge": (bad_value(-1e16), "hidden.weight holds values beyond 1e+15"),
-    "loss beyond": (lambda r: [changed(r, last_loss=1e309)], "last-loss is inf"),
     "length that divides": (lambda r: [changed(r, length=1e-300)], "length is 1e-300"),
 }
 
 
-def run(expression="fedavg", tamper=lambda c, r: [r], rounds=2, prepare=None, **settings):
+def run(
+    expression="fedavg",
+    tamper=lambda c, r: [r],
+    rounds=2,
+    prepare=None,
+    dtype=torch.float64,
+    **settings,
+):
+    method = parse(expression, "method")
     federation = toy_federation(
-        parse(expression, "method"), rounds=rounds, participation="fraction(rate=1.0)"
+        method, rounds=rounds, participation="fraction(rate=1.0)", dtype=dtype
     )
     strategy = strategy_for(federation, federation.method, **settings)
     grid = LocalGrid(app_for(federation), 6, tamper)
@@ -160,6 +167,16 @@ def test_a_reply_that_cannot_be_read_costs_one_client_its_round(caplog):
         strategy.start(Unreadable(app_for(federation), 6), arrays, num_rounds=2, timeout=0.5)
     assert [r.replies for r in strategy.journal.records] == [5, 5]
     assert any("its reply cannot be read" in r.getMessage() for r in caplog.records)
+
+
+def test_a_loss_beyond_the_models_type_is_refused():
+    def tamper(client, reply):
+        return [changed(reply, last_loss=1e300) if client == CULPRIT else reply]
+
+    strategy = run("fedcda(warmup=0)", tamper, dtype=torch.float32)
+    (reason,) = strategy.tally.refused
+    assert reason == f"client {CULPRIT}: last-loss is 1e+300, beyond torch.float32"
+    assert all("merge_refused" not in r.notes for r in strategy.journal.records)
 
 
 def test_empty_text_in_a_reply_is_no_reason_to_stop():

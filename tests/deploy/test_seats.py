@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbasin.core.expressions import parse
+from fedbasin.deploy import Desk, app_of, place
 from fedbasin.deploy.clients import Clients, Seat, TooFewNodes
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.wire import Refused
@@ -24,6 +25,17 @@ from fedbasin.testing import toy_federation
 
 def app():
     return app_for(toy_federation(parse("fedavg", "method")))
+
+
+def telling():
+    """An app that passes on whatever its node configuration says."""
+    executor = toy_federation(parse("fedavg", "method")).executor
+
+    def desk(context):
+        client, clients = place(context)
+        return Desk("fedavg", executor.trainer, executor.population.shard(client), client, clients)
+
+    return app_of(desk)
 
 
 def foreign():
@@ -167,7 +179,7 @@ def test_nodes_that_all_err_at_first_are_asked_again_before_they_are_numbered():
 
 
 def test_a_node_that_was_set_up_wrongly_and_is_mended_gets_its_seat():
-    grid = LocalGrid(app(), 6)
+    grid = LocalGrid(telling(), 6)
     node = next(iter(grid.contexts))
     config = grid.contexts[node].node_config
     right, config["num-partitions"] = config["num-partitions"], 99
@@ -178,7 +190,7 @@ def test_a_node_that_was_set_up_wrongly_and_is_mended_gets_its_seat():
 
 
 def test_who_comes_first_does_not_decide_how_many_clients_there_are():
-    grid = LocalGrid(app(), 6)
+    grid = LocalGrid(telling(), 6)
     first = next(iter(grid.contexts))
     grid.contexts[first].node_config["num-partitions"] = 99
     federation = toy_federation(parse("fedavg", "method"), rounds=1)
