@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
+from deploy.grids import LocalGrid, app_for, strategy_for
 from deploy.test_refusals import CULPRIT, FIRST, changed, run
 from flwr.app import Array, ArrayRecord, ConfigRecord
 
@@ -164,6 +165,23 @@ def test_a_state_that_is_not_finite_is_not_kept():
     collected = Collected(replies, torch.zeros(2, 0), torch.ones(2, dtype=torch.float64))
     after, record = Merger(method).merge(before, collected, context, lambda *_: None)
     assert after is before and record.notes == {"merge_refused": 1.0}
+
+
+def test_one_of_two_that_reports_oddly_does_not_get_the_other_refused():
+    def silent(client, reply):
+        if client == CULPRIT:
+            del reply.content["report"], reply.content["report-shape"]
+        return [reply]
+
+    federation = toy_federation(
+        parse("scaffold", "method"), rounds=12, participation="count(clients=2)"
+    )
+    strategy = strategy_for(federation, federation.method)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    strategy.start(LocalGrid(app_for(federation), 6, silent), arrays, num_rounds=12, timeout=0.5)
+    why = "its report is shaped unlike the other clients'"
+    assert set(strategy.tally.refused) == {f"client {CULPRIT}: {why}"}
+    assert all(r.replies >= 2 for r in strategy.journal.records)
 
 
 def test_a_report_that_is_missing_costs_the_round_and_no_more():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
@@ -15,12 +16,14 @@ from deploy.grids import LocalGrid, app_for, over_the_wire, strategy_for
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from fedbasin.core.expressions import parse
-from fedbasin.deploy import Guard
+from fedbasin.core.net import Net
+from fedbasin.deploy import FedbasinStrategy, Guard, client_app
 from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.evaluation import mean_metrics
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.replies import guarded
 from fedbasin.deploy.wire import Refused, write_tree
+from fedbasin.local.train import Shard
 from fedbasin.sim import Examiner
 from fedbasin.testing import replies_of, toy_federation, trajectory
 
@@ -485,3 +488,66 @@ def test_settings_that_cannot_work_are_refused_at_once():
         strategy_for(federation, federation.method, buffers="recalibrate")
     with pytest.raises(ValueError, match="checkpoint_every"):
         strategy_for(federation, federation.method, checkpoint_every=0)
+
+
+class Frozen(nn.Module):
+    """A body that does not learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5).requires_grad_(False), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+def seeded():
+    torch.manual_seed(5)
+    return Frozen()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_parts_that_do_not_learn_must_be_the_servers(scale, caplog):
+    rows = Shard(torch.arange(48.0).reshape(12, 4) / 48, torch.arange(12) % 3)
+    app = client_app(seeded, lambda client, clients: rows, "fedavg", classes=3)
+    server = seeded()
+    with torch.no_grad():
+        server.body.weight *= scale
+    strategy = FedbasinStrategy("fedavg", net=Net(server), fraction_evaluate=0, patience=0.5)
+    arrays, grid = ArrayRecord(server.state_dict()), LocalGrid(app, 3)
+    config = ConfigRecord({"lr": 0.1})
+    if scale == 1:
+        strategy.start(grid, arrays, num_rounds=1, timeout=0.5, train_config=config)
+        assert strategy.journal.records[0].replies == 3
+    else:
+        with pytest.raises(TooFewNodes), caplog.at_level(logging.WARNING, "flwr"):
+            strategy.start(grid, arrays, num_rounds=1, timeout=0.5, train_config=config)
+        assert any("body.weight is frozen" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("lost", [1, 9])
+def test_gradients_that_are_lost_are_asked_for_again(lost):
+    class Lossy(LocalGrid):
+        """The first few questions for gradients get no answer."""
+
+        questions = 0
+
+        def push_messages(self, messages):
+            ids = super().push_messages(messages)
+            kinds = {m.metadata.message_type for m in messages if "arrays" in m.content}
+            if kinds == {"query"}:
+                self.questions += 1
+                if self.questions <= lost:
+                    self._inbox.update({message_id: [] for message_id in ids})
+            return ids
+
+    federation = toy_federation(parse("mime", "method"), rounds=1)
+    strategy = strategy_for(federation, federation.method, patience=0.5)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    grid = Lossy(app_for(federation), 6)
+    if lost == 1:
+        strategy.start(grid, arrays, num_rounds=1, timeout=0.3)
+        assert strategy.journal.records[0].replies >= 2
+    else:
+        with pytest.raises(TooFewNodes, match="0 of 2 clients sent a gradient"):
+            strategy.start(grid, arrays, num_rounds=1, timeout=0.3)

@@ -20,7 +20,15 @@ from fedbasin.deploy.clients import ASK
 from fedbasin.deploy.keep import OwnState
 from fedbasin.deploy.private import answer
 from fedbasin.deploy.probe import GRADIENT, answer_gradient
-from fedbasin.deploy.wire import Codec, Refused, number, read_tree, the_record, write_tree
+from fedbasin.deploy.wire import (
+    Codec,
+    Refused,
+    number,
+    read_array,
+    read_tree,
+    the_record,
+    write_tree,
+)
 from fedbasin.local import SGD, Trainer
 from fedbasin.local.train import Received, Shard, Transform
 from fedbasin.sim import Federation
@@ -181,8 +189,7 @@ def _train(here: Desk, content: RecordDict, context: Context) -> RecordDict:
     epochs, steps = (int(number(config, k, least=0)) for k in ("local-epochs", "local-steps"))
     plan = Plan(number(config, "lr", least=0), epochs or None, steps or None)
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
-    codec = Codec.of(arrays, net)
-    vector, buffers = (part.to(net.device, net.dtype) for part in codec.read(arrays))
+    codec, vector, buffers = _received(here, arrays)
     shared = _moved(_shared(content, len(trainer.rules)), vector)
     zero = tuple(rule.own(vector) for rule in trainer.rules)
     own = OwnState(context, str(config.get("fedbasin-name")), here.client, zero)
@@ -232,17 +239,26 @@ def _moved(tree: Any, like: Tensor) -> Any:
     return mapped(lambda leaf: leaf.to(like.device), tree)
 
 
-def _received(here: Desk, arrays: ArrayRecord) -> tuple[Tensor, Tensor]:
-    """Return the model that came in, where the client's network runs."""
+def _received(here: Desk, arrays: ArrayRecord) -> tuple[Codec, Tensor, Tensor]:
+    """Return how models travel and the one that came in, where the client's network runs."""
     net = here.trainer.net
-    vector, buffers = Codec.of(arrays, net).read(arrays)
-    return vector.to(net.device, net.dtype), buffers.to(net.device, net.dtype)
+    codec = Codec.of(arrays, net)
+    vector, buffers = codec.read(arrays)
+    own = net.state_dict(*net.initial()) if codec.fixed else {}
+    for name in codec.fixed.keys() & own.keys():  # what does not travel has to be the same
+        theirs = torch.from_numpy(read_array(codec.fixed[name]).copy())
+        if theirs.is_floating_point() and not torch.equal(theirs, own[name].cpu()):
+            raise Refused(
+                f"{name} is frozen, and the client's is not the server's: make both models with "
+                "the same weights, from one file or one seed"
+            )
+    return codec, vector.to(net.device, net.dtype), buffers.to(net.device, net.dtype)
 
 
 def _evaluate(here: Desk, content: RecordDict) -> RecordDict:
     trainer, net = here.trainer, here.trainer.net
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
-    vector, buffers = _received(here, arrays)
+    _, vector, buffers = _received(here, arrays)
     rows = here.held_out or here.rows
     test = Examiner(net, rows.inputs, rows.labels, trainer.transform, trainer.classes)
     score = test.score(vector, buffers)
@@ -254,7 +270,7 @@ def _query(here: Desk, content: RecordDict, context: Context) -> RecordDict:
     config: ConfigRecord = the_record(content, ConfigRecord, "config")
     if config.get(ASK) == GRADIENT:
         arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
-        vector, buffers = _received(here, arrays)
+        _, vector, buffers = _received(here, arrays)
         gradient = here.trainer.full_gradient(here.rows, vector, buffers)
         return answer_gradient(gradient, len(here.rows.labels))
     counts = torch.bincount(here.rows.labels, minlength=here.trainer.classes).tolist()

@@ -92,8 +92,8 @@ class Cohort:
         sent = mail.send(messages)
         while True:
             yield from mail.replies(sent, self.timeout, self._gave_up)
-            self._outvote()
-            missing = self.least - len(self.collector.numbers)
+            self._outvote(last=False)
+            missing = self.least - self.collector.agreed()
             if missing <= 0:
                 return
             waited = time.monotonic() - began
@@ -132,7 +132,7 @@ class Cohort:
             except Refused as reason:
                 self.refuse(client, node, str(reason))
             del reply  # or two models would be in memory while the next one arrives
-        self._outvote()
+        self._outvote(last=True)
 
     def refuse(self, client: int | None, node: int, reason: str) -> None:
         """Count and name a reply that is not used; its client is not asked again this round."""
@@ -141,10 +141,10 @@ class Cohort:
         if client is not None and client not in self.collector.clients:
             self._failed.add(client)
 
-    def _outvote(self) -> None:
+    def _outvote(self, *, last: bool) -> None:
         """Refuse reports unlike most: only together do replies show how a report is shaped."""
         why = "its report is shaped unlike the other clients'"
-        for client in self.collector.outvoted():
+        for client in self.collector.outvoted(last=last):
             self.refuse(client, self.asked[client], why)
 
     def late(self, node: int) -> None:

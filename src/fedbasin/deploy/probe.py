@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 import torch
@@ -10,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedbasin.core.method import Probe
-from fedbasin.deploy.clients import ASK, Clients
+from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
 from fedbasin.deploy.wire import Refused, number, read_tree, the_record, write_tree
 
 GRADIENT = "gradient"  # what the server asks for
@@ -18,19 +19,38 @@ _log = logging.getLogger("flwr")
 
 
 def gather_gradients(
-    clients: Clients, nodes: Mapping[int, int], arrays: ArrayRecord, like: Tensor, timeout: float
+    clients: Clients,
+    nodes: Mapping[int, int],
+    arrays: ArrayRecord,
+    like: Tensor,
+    timeout: float,
+    least: int,
 ) -> tuple[list[int], Probe]:
-    """Return the clients that sent a gradient, in order, and what they sent: the server's part."""
+    """Return the clients that sent a gradient, in order, and what they sent: the server's part.
+
+    Those that sent none are asked again while there are too few.
+    """
     content = RecordDict({"arrays": arrays, "config": ConfigRecord({ASK: GRADIENT})})
-    found, failed = clients.ask(nodes, content, timeout)
     gradients: dict[int, tuple[Tensor, float]] = {}
-    for client, reply in found.items():
-        try:
-            gradients[client] = _read(reply, like)
-        except Refused as reason:
-            failed[client] = str(reason)
-    for client, why in failed.items():
-        _log.warning("client %d sends no gradient and sits this round out: %s", client, why)
+    began = time.monotonic()
+    while True:
+        left = {client: node for client, node in nodes.items() if client not in gradients}
+        found, failed = clients.ask(left, content, timeout)
+        for client, reply in found.items():
+            try:
+                gradients[client] = _read(reply, like)
+            except Refused as reason:
+                failed[client] = str(reason)
+        for client, why in failed.items():
+            _log.warning("client %d sends no gradient and sits this round out: %s", client, why)
+        if len(gradients) >= least:
+            break
+        if time.monotonic() - began > timeout + clients.patience:
+            raise TooFewNodes(
+                f"{len(gradients)} of {least} clients sent a gradient; start the run again once "
+                "enough are there"
+            )
+        time.sleep(1)
     order = sorted(gradients)
     weights = torch.tensor([gradients[c][1] for c in order], dtype=torch.float64)
     rows = [gradients[c][0] for c in order]
@@ -43,7 +63,7 @@ def _read(reply: RecordDict, like: Tensor) -> tuple[Tensor, float]:
     fits = isinstance(tree, tuple) and len(tree) == 1 and isinstance(tree[0], Tensor)
     if not fits or tree[0].shape != like.shape or tree[0].dtype != like.dtype:
         raise Refused(f"its gradient is not one vector of {like.numel()} numbers of {like.dtype}")
-    return tree[0], number(the_record(reply, MetricRecord), "num-examples", least=0)
+    return tree[0], number(the_record(reply, MetricRecord), "num-examples", least=1)
 
 
 def answer_gradient(gradient: Tensor, examples: int) -> RecordDict:

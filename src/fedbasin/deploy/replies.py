@@ -120,9 +120,19 @@ class Collector:
         self.bytes_up += content_bytes(reply.content)
         self.numbers.append(numbers)
 
-    def outvoted(self) -> list[int]:
-        """Drop the replies whose report is shaped unlike most, and return whose they were."""
+    def agreed(self) -> int:
+        """Return how many replies report alike, or all where they are not kept."""
+        shapes = Counter(_shape(reports) for _, _, reports in self._models)
+        return max(shapes.values(), default=len(self.numbers))
+
+    def outvoted(self, *, last: bool) -> list[int]:
+        """Drop the replies whose report is shaped unlike most, and return whose they were.
+
+        Half against half nobody is dropped, but in the `last` vote of a round, for the first.
+        """
         shapes = [_shape(reports) for _, _, reports in self._models]
+        if not last and 2 * self.agreed() <= len(shapes):
+            return []
         usual = Counter(shapes).most_common(1)
         odd = [i for i, shape in enumerate(shapes) if shape != usual[0][0]]
         clients = [self.numbers[i].client for i in odd]

@@ -230,8 +230,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
         if method.probes:
             nodes = {client: online[client] for client in drawn}
+            least = min(self.min_train_nodes, len(drawn))
             drawn, probe = gather_gradients(
-                self._clients, nodes, arrays, server.send, self._timeout
+                self._clients, nodes, arrays, server.send, self._timeout, least
             )
             self._now = replace(self._now, probe=probe)
         shared = method.broadcast(server.state, server.send, self._now)
