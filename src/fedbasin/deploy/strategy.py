@@ -141,7 +141,6 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.merger = Merger(self.method, buffers, recalibrate, guard, test)
         self.stream, self.patience = stream, patience
         self.journal = Journal(folder, checkpoint_every, facts or {}, seed)
-        self.tally = Tally()
 
     def summary(self) -> None:
         """Log what the strategy is."""
@@ -178,43 +177,33 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self._timeout = timeout
         with self.journal.alone():
             self._begin(grid, initial_arrays, num_rounds, train)
-            return self._rounds(grid, num_rounds, train, evaluate, evaluate_fn)
-
-    def _rounds(
-        self,
-        grid: Grid,
-        num_rounds: int,
-        train: ConfigRecord,
-        evaluate: ConfigRecord,
-        evaluate_fn: EvaluateFn | None,
-    ) -> Result:
-        result, arrays = Result(), self._arrays(self._server.send)
-        result.arrays = self._scored(arrays)
-        if evaluate_fn is not None and self._server.round == 0:
-            first = evaluate_fn(0, result.arrays)
-            _log.info("Initial global evaluation results: %s", first)
-            if first is not None:
-                result.evaluate_metrics_serverapp[0] = first
-        for now in range(self._server.round + 1, num_rounds + 1):
-            began = time.perf_counter()
-            _log.info("")
-            _log.info("[ROUND %s/%s]", now, num_rounds)
-            messages = list(self.configure_train(now, arrays, train, grid))
-            arrays, metrics = self.aggregate_train(now, self._cohort.replies(messages))
-            if metrics is not None:
-                _log.info("\t└──> Aggregated MetricRecord: %s", metrics)
-                result.train_metrics_clientapp[now] = metrics
+            result, arrays = Result(), self._arrays(self._server.send)
             result.arrays = self._scored(arrays)
-            last = now == num_rounds
-            record = self.merger.score(self._record, self._server, last=last)
-            record = self._examine(record, grid, evaluate, evaluate_fn, result)
-            record = replace(record, seconds=time.perf_counter() - began)
-            saved = self.journal.append(record, self._server, str(self.method), last=last)
-            kept = "merge_refused" not in record.notes  # else the old state needs its old models
-            if saved and kept and self._context.archive is not None:
-                self._context.archive.sweep()
-        self._finish(result)
-        return result
+            if evaluate_fn is not None and self._server.round == 0:
+                first = evaluate_fn(0, result.arrays)
+                _log.info("Initial global evaluation results: %s", first)
+                if first is not None:
+                    result.evaluate_metrics_serverapp[0] = first
+            for now in range(self._server.round + 1, num_rounds + 1):
+                began = time.perf_counter()
+                _log.info("")
+                _log.info("[ROUND %s/%s]", now, num_rounds)
+                messages = list(self.configure_train(now, arrays, train, grid))
+                arrays, metrics = self.aggregate_train(now, self._cohort.replies(messages))
+                if metrics is not None:
+                    _log.info("\t└──> Aggregated MetricRecord: %s", metrics)
+                    result.train_metrics_clientapp[now] = metrics
+                result.arrays = self._scored(arrays)
+                last = now == num_rounds
+                record = self.merger.score(self._record, self._server, last=last)
+                record = self._examine(record, grid, evaluate, evaluate_fn, result)
+                record = replace(record, seconds=time.perf_counter() - began)
+                saved = self.journal.append(record, self._server, str(self.method), last=last)
+                refused = "merge_refused" in record.notes  # so the old state needs its models
+                if saved and not refused and self._context.archive is not None:
+                    self._context.archive.sweep()
+            self._finish(result)
+            return result
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -225,8 +214,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self._now = self._context.at(now, plan.lr, plan)
         asked_for = dict(self.participation.arguments).get("clients", 1)
         online = self._clients.wait(max(self.min_available_nodes, asked_for, 1))
-        eligible = np.array(sorted(online), dtype=np.int64)
-        drawn = draw_cohort(self.participation, eligible, self.key, now).tolist()
+        drawn = draw_cohort(self.participation, np.array(sorted(online)), self.key, now).tolist()
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
         if method.probes:
             nodes = {client: online[client] for client in drawn}
@@ -333,16 +321,15 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         proxy = self.proxy if self.context is None else self.context.proxy
         if "proxy" in needs and proxy is None:
             raise ValueError(f"{self.method} learns from data on the server: give proxy=")
-        wants_counts = "class_counts" in needs
-        self._mail = Mailbox(grid)
+        counted = self.counts if "class_counts" in needs else None
         total = 0 if self.context is None else self.context.clients
-        plain = wants_counts and self.counts == "plain"
-        self._clients = Clients(self._mail, plain, self.patience, total)
+        self._mail, self.tally = Mailbox(grid), Tally()
+        self._clients = Clients(self._mail, counted == "plain", self.patience, total)
         self._clients.wait(max(self.min_available_nodes, 1))
         counts = private = None
-        if wants_counts and self.counts == "private":
+        if counted == "private":
             private = gather_private(self._clients, self.key, self.classes)
-        elif wants_counts:
+        elif counted == "plain":
             counts = self._clients.class_counts()
         known = self.context or Context(
             self._codec.layout, 0, 0, self.key, batch=self.batch, proxy=self.proxy
@@ -362,8 +349,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         lr = train_config.get("lr", 0.0)
         usual = Plan(float(lr) if isinstance(lr, int | float) else 0.0, 1)
         self._schedule = self.schedule or (lambda round: usual)
-        state = self.method.init(vector, self._context)
-        fresh = Server(0, vector, vector, buffers, state)
+        fresh = Server(0, vector, vector, buffers, self.method.init(vector, self._context))
         self._server = self.journal.restored(fresh, str(self.method))
 
     def _arrays(self, vector: Tensor) -> ArrayRecord:
@@ -371,8 +357,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
 
     def _scored(self, sent: ArrayRecord) -> ArrayRecord:
         """Return the model that counts: what is sent, where that is the one."""
-        one = self._server.score is self._server.send
-        return sent if one else self._arrays(self._server.score)
+        score = self._server.score
+        return sent if score is self._server.send else self._arrays(score)
 
     def _streams(self, cohort: int) -> Weighting | None:
         """Return how replies are averaged as they arrive, or None to keep them all."""
@@ -400,8 +386,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         if evaluate_fn is not None:
             tested = evaluate_fn(now, result.arrays)
         record = entered(record, result, found, tested)
-        spent = time.perf_counter() - began
-        return replace(record, seconds_evaluate=record.seconds_evaluate + spent)
+        spent = record.seconds_evaluate + time.perf_counter() - began
+        return replace(record, seconds_evaluate=spent)
 
     def _finish(self, result: Result) -> None:
         summary = self.journal.finish(str(self.method), self.tally.refused)
