@@ -1,6 +1,6 @@
 # Needs only Python 3.11+ and make. Everything lives in .venv, installed through constraints.txt.
 PYTHON ?= python3
-WORKERS ?= 3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt

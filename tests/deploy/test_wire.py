@@ -24,7 +24,7 @@ from fedbasin.deploy.wire import (
     Codec,
     Refused,
     add_scaled,
-    all_finite,
+    check_values,
     number,
     read_array,
     read_tree,
@@ -162,13 +162,20 @@ def test_scaled_values_are_added_in_place(size, scale, dtype):
 @pytest.mark.parametrize("place", [0, 4, 9])
 def test_one_bad_number_is_seen(bad, place):
     values = np.zeros(10, np.float32)
-    assert all_finite(values) and all_finite(values[:0])
+    check_values(values, "a")
+    check_values(values[:0], "a")
     values[place] = bad
-    assert not all_finite(values)
+    with pytest.raises(Refused, match="a holds NaN or Inf"):
+        check_values(values, "a")
 
 
-def test_finite_numbers_may_sum_to_infinity():
-    assert all_finite(np.full(100, 3e38, np.float32))
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_are_bounded_whatever_their_squares_add_up_to(sign):
+    check_values(np.full((5, 20), sign * 9e14, np.float32), "a")
+    check_values(np.full(10, sign * 6e4, np.float16), "a")
+    for dtype, value in ((np.float32, 3e38), (np.float64, 1.1e15)):
+        with pytest.raises(Refused, match=r"a holds values beyond 1e\+15"):
+            check_values(np.full(100, sign * value, dtype), "a")
 
 
 def test_trees_read_back_with_their_names():

@@ -69,15 +69,6 @@ def _read_header_2_0(head: io.BytesIO) -> Any:
     return np.lib.format.read_array_header_2_0(head)
 
 
-def all_finite(values: np.ndarray) -> bool:
-    """Whether no number is NaN or Inf."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if values.size == 0 or math.isfinite(values.sum()):  # the usual case, in one pass
-            return True
-    # The sum of finite numbers may overflow; the least and the largest do not.
-    return bool(np.isfinite(values.min()) and np.isfinite(values.max()))
-
-
 def add_scaled(total: np.ndarray, values: np.ndarray, scale: float) -> None:
     """Add ``scale * values`` to a total of the same type in place, in one pass."""
     if values.size:
@@ -157,7 +148,7 @@ class Codec:
                 if name not in record:
                     raise Refused(f"the model lacks {name}")
                 values = self._values(record[name], name, shape)
-                _check(values, name)
+                check_values(values, name)
                 if name.endswith("running_var") and values.size and values.min() < 0:
                     raise Refused(f"{name} is {values.min():g} at its least, expected at least 0")
                 found.append(Part(layout is self.layout, layout.slices[name], values))
@@ -255,7 +246,7 @@ def read_tree(arrays: ArrayRecord, shape: ConfigRecord) -> Any:
             raise Refused(f"a tree lacks the array {path!r}")
         values = read_array(arrays[path])
         if values.dtype.kind == "f":
-            _check(values, path)
+            check_values(values, path)
         taken.add(path)
         return torch.from_numpy(values.copy())
 
@@ -327,11 +318,16 @@ def content_bytes(content: RecordDict) -> int:
     return total
 
 
-def _check(values: np.ndarray, name: str) -> None:
+def check_values(values: np.ndarray, name: str) -> None:
     """Refuse what is not finite, or would not be in a sum of squares, which many methods form."""
-    if not all_finite(values):
+    flat = values.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if float(flat @ flat) <= _LARGEST**2:  # the usual case, in one pass
+            return
+    low, high = float(values.min()), float(values.max())
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise Refused(f"{name} holds NaN or Inf")
-    if values.size and max(values.max(), -values.min()) > _LARGEST:
+    if max(high, -low) > _LARGEST:
         raise Refused(f"{name} holds values beyond {_LARGEST:g}")
 
 
