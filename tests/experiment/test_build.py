@@ -72,6 +72,51 @@ def test_held_out_rows_are_trained_on_by_nobody():
     )
 
 
+def test_the_servers_rows_have_a_tail_of_their_own_and_may_be_evened():
+    whole = DataConfig(proxy_per_class=10, proxy_from="test")
+    tailed = replace(whole, proxy_imbalance=0.1)
+    found = [
+        cut_rows(Experiment(data=settings), load("digits")).splits
+        for settings in (whole, tailed, replace(tailed, proxy_evened=True))
+    ]
+    counts = [np.bincount(splits.proxy.labels, minlength=10).tolist() for splits in found]
+    assert counts == [[10] * 10, [10, 7, 5, 4, 3, 2, 2, 1, 1, 1], [10] * 10]
+    rows = [{row.tobytes() for row in splits.proxy.inputs} for splits in found]
+    assert rows[1] == rows[2] < rows[0]
+    for splits in found:  # what clients hold and what is scored is the same
+        assert np.array_equal(splits.train.labels, found[0].train.labels)
+        assert np.array_equal(splits.test.inputs, found[0].test.inputs)
+
+
+def test_corrupted_clients_have_other_labels_and_the_same_rows():
+    whole = Experiment().resolved()
+    some = replace(whole, partition=replace(whole.partition, corrupted=0.1))
+    before, after = (cut_rows(e, load("digits")) for e in (whole, some))
+    assert before.parts.order.tolist() == after.parts.order.tolist()
+    assert np.array_equal(before.splits.train.inputs, after.splits.train.inputs)
+    assert np.array_equal(before.splits.test.labels, after.splits.test.labels)
+    others = before.splits.train.labels != after.splits.train.labels
+    assert sum(others[mine].any() for mine in after.parts.clients) == 5
+    assert before.splits.train.labels.dtype == after.splits.train.labels.dtype
+
+
+def test_models_are_scored_on_the_clients_rows_where_that_is_asked_for():
+    sim = SimConfig(evaluate_every=2, evaluate_last=0, evaluate_train=True, executor="loop")
+    parts = PartitionConfig(how="iid", clients=4, hold_out=0.5)
+    experiment = Experiment(rounds=4, partition=parts, sim=sim)
+    found = build(experiment)
+    rows = found.executor.population
+    for server, record in found.rounds_from(*found.begin()):
+        if record.round % 2:
+            assert record.accuracy_train is None and record.accuracy is None
+            continue
+        inputs = found.test.transform(rows.inputs, None)
+        guess = found.test.net(server.score, inputs, server.buffers).logits.argmax(1)
+        right = (guess == rows.labels).double().mean().item()
+        assert record.accuracy_train == pytest.approx(right) and record.accuracy is not None
+    assert build(replace(experiment, sim=SimConfig())).train is None
+
+
 def test_the_settings_of_a_run_reach_their_places():
     local = LocalConfig(
         lr=0.5,

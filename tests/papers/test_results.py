@@ -73,13 +73,23 @@ def shown(*results, row="scaffold", column="a"):
 
 def test_scores_are_what_the_papers_average():
     records = [
-        RoundRecord(n, accuracy=n / 100, accuracy_send=n / 200, notes={"gamma": float(n)})
+        RoundRecord(
+            n,
+            accuracy=n / 100,
+            accuracy_send=n / 200,
+            accuracy_train=n / 50,
+            notes={"gamma": float(n)},
+        )
         for n in range(1, 21)
     ]
     assert score_of(Score(last=10), records) == pytest.approx(15.5)
     assert score_of(Score("accuracy_send", last=2), records) == pytest.approx(9.75)
-    assert score_of(Score("rounds_to_target", target=12.5), records) == 13
-    assert score_of(Score("rounds_to_target", target=21.0), records) is None
+    assert score_of(Score("accuracy_train", last=2), records) == pytest.approx(39)
+    assert score_of(Score("accuracy_train"), [RoundRecord(1, accuracy=0.5)]) is None
+    assert score_of(Score("rounds_to_target", last=1, target=12.5), records) == 13
+    assert score_of(Score("rounds_to_target", last=4, target=12.5), records) == 14  # 11 to 14
+    assert score_of(Score("rounds_to_target", last=10, target=5.5), records) == 10  # not before
+    assert score_of(Score("rounds_to_target", last=1, target=21.0), records) is None
     assert score_of(Score("note", note="gamma", between=(3, 5)), records) == 4
     assert score_of(Score("note", note="gamma", between=(90, 110)), records) is None
     assert score_of(Score("note", note="other", between=(3, 5)), records) is None

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbasin.partition import Pool, client_dirichlet, longtail
+from fedbasin.partition import Pool, client_dirichlet, evened, longtail
 
 CIFAR10 = np.repeat(np.arange(10), 5000)
 
@@ -33,7 +33,7 @@ def test_every_class_keeps_what_the_formula_says(sizes, imbalance, seed):
     assert (np.diff(kept) > 0).all()
     for label, had in enumerate(sizes):
         fall = label / (len(sizes) - 1) if len(sizes) > 1 else 0
-        wanted = max(int(max(sizes) * imbalance**fall), 1)
+        wanted = max(int(max(sizes) * imbalance**fall + 1e-9), 1)
         assert (labels[kept] == label).sum() == min(wanted, had)
 
 
@@ -67,3 +67,16 @@ def test_equal_sizes_after_thinning_keep_the_long_tail():
     assert split.sizes().tolist() == [124] * 100
     totals = split.counts(pool.labels, 10).sum(axis=0)
     assert totals[0] > 4900 and totals[9] <= 50 and totals.sum() == 12_400
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.integers(0, 999))
+def test_evened_classes_are_as_large_as_the_largest(sizes, seed):
+    labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    rows = evened(labels, len(sizes))
+    times = np.bincount(rows, minlength=len(labels))
+    assert np.array_equal(rows, np.sort(rows)) and (times > 0).all()
+    for label, size in enumerate(sizes):
+        mine = times[labels == label]
+        assert mine.sum() == (max(sizes) if size else 0)
+        assert not size or mine.max() - mine.min() <= 1

@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -43,6 +44,7 @@ class RoundRecord:
     accuracy: float | None = None  # of the scored model on the test set
     loss: float | None = None  # its mean cross-entropy there
     accuracy_send: float | None = None  # of the broadcast model, where it is another one
+    accuracy_train: float | None = None  # of the scored model on all clients' rows, if asked for
     accuracy_per_class: list[float] | None = None  # at the last round
     train_loss: float | None = None  # mean over the cohort's local training
     lr: float = 0.0
@@ -238,6 +240,12 @@ def mean_of_last(records: Iterable[RoundRecord], count: int = 10) -> float | Non
     return fmean(scored) if scored else None
 
 
-def rounds_to_target(records: Iterable[RoundRecord], target: float) -> int | None:
-    """Return the first round whose accuracy reaches the target, or None."""
-    return next((r.round for r in records if r.accuracy is not None and r.accuracy >= target), None)
+def rounds_to_target(records: Iterable[RoundRecord], target: float, last: int = 1) -> int | None:
+    """Return the first round whose accuracy, in the mean of the last so many, is at the target."""
+    recent: deque[float] = deque(maxlen=last)
+    for record in records:
+        if record.accuracy is not None:
+            recent.append(record.accuracy)
+            if len(recent) == last and sum(recent) / last >= target:
+                return record.round
+    return None

@@ -71,7 +71,7 @@ def pick_precision(name: str, device: torch.device) -> torch.dtype:
 
 
 def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
-    """Split off the proxy set, thin the tail, and deal the training rows to clients."""
+    """Split off the proxy set, thin tails, deal the training rows to clients, mislabel some."""
     key = root(experiment.partition.seed if experiment.partition.seed >= 0 else experiment.seed)
     settings = experiment.data
     splits = data.split(
@@ -81,19 +81,26 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         rng=key.fold("proxy").numpy(),
     )
     classes = len(dataset.classes)
-    train = splits.train
+    train, proxy = splits.train, splits.proxy
     if settings.imbalance < 1:
-        kept = partition.longtail(
-            train.labels, classes, settings.imbalance, key.fold("longtail").numpy()
-        )
-        train = train.take(kept)
-        splits = data.Splits(train, splits.proxy, splits.test)
+        draws = key.fold("longtail").numpy()
+        train = train.take(partition.longtail(train.labels, classes, settings.imbalance, draws))
+    if proxy is not None and settings.proxy_imbalance < 1:
+        draws = key.fold("proxy longtail").numpy()
+        tail = partition.longtail(proxy.labels, classes, settings.proxy_imbalance, draws)
+        proxy = proxy.take(tail)
+    if proxy is not None and settings.proxy_evened:
+        proxy = proxy.take(partition.evened(proxy.labels, classes))
     how: Choice = parse(experiment.partition.how, "partition")
     pool = partition.Pool(train.labels, classes, train.groups)
     parts = how(pool, experiment.partition.clients, key.fold("partition").numpy())
     if experiment.partition.hold_out:
         parts = parts.hold_out(experiment.partition.hold_out, key.fold("hold out").numpy())
-    return Rows(splits, parts, classes)
+    if experiment.partition.corrupted:
+        share, draws = experiment.partition.corrupted, key.fold("corrupted").numpy()
+        labels = partition.exchange_labels(train.labels, parts, classes, share, draws)
+        train = replace(train, labels=labels)
+    return Rows(data.Splits(train, proxy, splits.test), parts, classes)
 
 
 def build(
@@ -132,6 +139,7 @@ def build(
     train = rows.splits.train
     population = Population.of(train.inputs, train.labels, rows.parts.clients, device)
     proxy = examiner(rows.splits.proxy) if rows.splits.proxy is not None else None
+    trained_on = Examiner(net, population.inputs, population.labels, transform, rows.classes)
     context = replace(
         _context(experiment, net, population, key),
         proxy=proxy,
@@ -159,6 +167,7 @@ def build(
         recalibrate=_recalibration(experiment, net, proxy),
         evaluate_every=experiment.sim.evaluate_every,
         evaluate_last=experiment.sim.evaluate_last,
+        train=trained_on if experiment.sim.evaluate_train else None,
         client_memory=experiment.sim.client_memory * 2**30,
         client_archive=client_archive,
         # Last: what starts processes does so once nothing else can be wrong.

@@ -32,6 +32,8 @@ class DataConfig:
         imbalance: long tail of the training classes, smallest over largest (1 keeps all rows).
         proxy_per_class: rows of each class set aside for the server.
         proxy_from: where they come from; rows taken from ``"test"`` are no longer scored.
+        proxy_imbalance: long tail of the server's classes, likewise.
+        proxy_evened: repeat the server's rows until its classes are of one size again.
         augment: random crop and flip in local training.
         normalise: ``"dataset"`` (its papers' mean and spread), ``"symmetric"`` (to [-1, 1], like
             FedLAW's CIFAR) or ``"unit"`` (to [0, 1]).
@@ -41,6 +43,8 @@ class DataConfig:
     imbalance: float = 1.0
     proxy_per_class: int = 0
     proxy_from: Literal["train", "test"] = "train"
+    proxy_imbalance: float = 1.0
+    proxy_evened: bool = False
     augment: bool = False
     normalise: Literal["dataset", "symmetric", "unit"] = "dataset"
 
@@ -55,12 +59,14 @@ class PartitionConfig:
         seed: fixes the partition apart from the run's seed; -1 follows the run's seed.
         hold_out: share of every client's rows that it does not train on, as in code that keeps
             them for validation at home.
+        corrupted: share of clients that have two labels exchanged, a class they hold and another.
     """
 
     how: str = "dirichlet(alpha=0.1)"
     clients: int = 50
     seed: int = -1
     hold_out: float = 0.0
+    corrupted: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ class SimConfig:
         buffers: what happens to BatchNorm statistics on the server.
         evaluate_every: score the model every k rounds.
         evaluate_last: and in each of the last rounds.
+        evaluate_train: score it on all clients' rows too.
         checkpoint_every: save every k rounds.
         client_memory: most main memory, in GiB, for what all clients keep between rounds (SCAFFOLD,
             FedDyn, ...); where they need more it lies in the run's folder.
@@ -131,6 +138,7 @@ class SimConfig:
     buffers: Literal["mean", "keep", "recalibrate"] = "mean"
     evaluate_every: int = 1
     evaluate_last: int = 10
+    evaluate_train: bool = False
     checkpoint_every: int = 10
     client_memory: float = 2.0
 
@@ -262,8 +270,12 @@ def _check_ranges(experiment: Experiment) -> None:
     for name, share in shares:
         if not 0 <= share < 1:
             raise ConfigError(f"{name} must be in [0, 1), got {share}")
-    if not 0 < e.data.imbalance <= 1:
-        raise ConfigError(f"data.imbalance must be in (0, 1], got {e.data.imbalance}")
+    tails = [("imbalance", e.data.imbalance), ("proxy_imbalance", e.data.proxy_imbalance)]
+    for name, ratio in tails:
+        if not 0 < ratio <= 1:
+            raise ConfigError(f"data.{name} must be in (0, 1], got {ratio}")
+    if not 0 <= e.partition.corrupted <= 1:
+        raise ConfigError(f"partition.corrupted must be in [0, 1], got {e.partition.corrupted}")
     for round in e.snapshots.rounds:
         if not 1 <= round <= e.rounds:
             raise ConfigError(f"snapshots.rounds must lie in 1 to {e.rounds} (rounds), got {round}")

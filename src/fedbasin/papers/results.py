@@ -69,19 +69,16 @@ def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
     """Return a cell's number from the records of its run."""
     found = list(records)
     if score.kind == "rounds_to_target":
-        return rounds_to_target(found, score.target / 100)
+        return rounds_to_target(found, score.target / 100, score.last)
     if score.kind == "note":
         first, last = score.between
         noted = [r.notes.get(score.note) for r in found if first <= r.round <= last]
         numbers = [n for n in noted if isinstance(n, int | float)]
         return fmean(numbers) if numbers else None
-    shown = [r for r in found[-score.last :] if r.accuracy is not None]
-    values = [
-        r.accuracy_send
-        if score.kind == "accuracy_send" and r.accuracy_send is not None
-        else r.accuracy
-        for r in shown
-    ]
+    shown = found[-score.last :]
+    values = [r.accuracy_train if score.kind == "accuracy_train" else r.accuracy for r in shown]
+    if score.kind == "accuracy_send":  # only where it is another model
+        values = [r.accuracy if r.accuracy_send is None else r.accuracy_send for r in shown]
     scored = [value for value in values if value is not None]
     return 100 * fmean(scored) if scored else None
 

@@ -41,16 +41,18 @@ class Score:
     """What a cell's number is.
 
     Args:
-        kind: ``"accuracy"`` of the scored model or ``"accuracy_send"`` of the broadcast one (in
-            percent, mean of the last rounds), ``"rounds_to_target"``, or ``"note"``: a number that
-            the method leaves in the record.
+        kind: ``"accuracy"`` of the scored model, ``"accuracy_train"`` of it on all clients' rows
+            or ``"accuracy_send"`` of the broadcast one (in percent, mean of the last rounds),
+            ``"rounds_to_target"``, or ``"note"``: a number that the method leaves in the record.
         last: how many rounds are averaged.
         target: the accuracy to reach, in percent.
         note: the name of the note.
         between: first and last round that a note is averaged over.
     """
 
-    kind: Literal["accuracy", "accuracy_send", "rounds_to_target", "note"] = "accuracy"
+    kind: Literal["accuracy", "accuracy_train", "accuracy_send", "rounds_to_target", "note"] = (
+        "accuracy"
+    )
     last: int = 10
     target: float = 0.0
     note: str = ""
@@ -60,11 +62,12 @@ class Score:
     def text(self) -> str:
         """The score in words."""
         if self.kind == "rounds_to_target":
-            return f"first round at {self.target:g} %"
+            mean = f" in the mean of {self.last}" if self.last > 1 else ""
+            return f"first round at {self.target:g} %{mean}"
         if self.kind == "note":
             return f"{self.note}, mean of rounds {self.between[0]} to {self.between[1]}"
-        which = " of the broadcast model" if self.kind == "accuracy_send" else ""
-        return f"accuracy{which} (%), mean of the last {self.last} rounds"
+        which = {"accuracy_send": " of the broadcast model", "accuracy_train": " on clients' rows"}
+        return f"accuracy{which.get(self.kind, '')} (%), mean of the last {self.last} rounds"
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from fedbasin.partition.by_group import domain_skew, natural
 from fedbasin.partition.by_label import iid, quantity_skew, shards
 from fedbasin.partition.fedlab import fedlab_dirichlet, fedlab_shards
 from fedbasin.partition.flower import from_flower
+from fedbasin.partition.labels import exchange_labels
 from fedbasin.partition.pool import Partition, Pool
-from fedbasin.partition.tail import longtail
+from fedbasin.partition.tail import evened, longtail
 
 __all__ = [
     "Partition",
@@ -35,6 +36,8 @@ __all__ = [
     "client_dirichlet",
     "dirichlet",
     "domain_skew",
+    "evened",
+    "exchange_labels",
     "fedlab_dirichlet",
     "fedlab_shards",
     "from_flower",

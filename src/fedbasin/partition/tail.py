@@ -31,6 +31,20 @@ def longtail(labels: Ints, classes: int, imbalance: float, rng: np.random.Genera
         )
     had = Pool(labels, classes).class_sizes
     fall = np.arange(classes) / max(classes - 1, 1)
-    wanted = np.floor(had.max() * imbalance**fall).astype(np.int64)
+    wanted = np.floor(had.max() * imbalance**fall + 1e-9).astype(np.int64)
     keep = np.minimum(np.maximum(wanted, 1), had)
     return np.sort(listed(np.asarray(labels), keep[None, :], rng))
+
+
+def evened(labels: Ints, classes: int) -> Ints:
+    """Repeat rows until every class that is there has as many as the largest; return them sorted.
+
+    The rows of a class are repeated in turn, so that none comes twice more often than another.
+
+    Args:
+        labels: int64 [n], the class of each row.
+        classes: C, how many classes there are.
+    """
+    most = int(Pool(labels, classes).class_sizes.max())
+    found = [np.flatnonzero(np.asarray(labels) == label) for label in range(classes)]
+    return np.sort(np.concatenate([np.resize(rows, most) for rows in found if rows.size]))

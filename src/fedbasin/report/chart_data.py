@@ -41,6 +41,7 @@ _MEASURES = (
     Measure("accuracy", "test accuracy, %", 100.0),
     Measure("loss", "test loss"),
     Measure("accuracy_send", "test accuracy of the broadcast model, %", 100.0),
+    Measure("accuracy_train", "accuracy on clients' rows, %", 100.0),
     Measure("train_loss", "training loss"),
     Measure("update_norm", "norm of the update"),
     Measure("model_norm", "norm of the model"),

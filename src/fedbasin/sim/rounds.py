@@ -64,6 +64,7 @@ class Federation:
         recalibrate: renews statistics for a model, for the policy of that name.
         evaluate_every: score every k rounds.
         evaluate_last: and in each of the last rounds.
+        train: rows of clients that models are scored on beside `test`, where that is wanted.
         client_memory: most bytes of main memory for what all clients keep between rounds.
         client_archive: files for it beyond that.
         snapshots: which models are kept for analyses, and where.
@@ -85,6 +86,7 @@ class Federation:
     recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None
     evaluate_every: int = 1
     evaluate_last: int = 10
+    train: Examiner | None = None
     client_memory: float = math.inf
     client_archive: Archive | None = None
     snapshots: Snapshots | None = None
@@ -243,11 +245,13 @@ class Federation:
             models.append(server.send)
         score, *others = self.test.scores(models, server.buffers)
         raw = others[0].accuracy if others else None
+        at_home = self.train.scores(models[:1], server.buffers) if self.train else ()
         return replace(
             record,
             accuracy=score.accuracy,
             loss=score.loss,
             accuracy_send=raw,
+            accuracy_train=at_home[0].accuracy if at_home else None,
             accuracy_per_class=score.per_class if last else None,
             seconds_evaluate=time.perf_counter() - began,
         )
