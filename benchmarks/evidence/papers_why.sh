@@ -4,7 +4,7 @@
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
 #                                                          tuned, shifted, precision, slow, shrunk,
 #                                                          averaged, split, pulled, taught, generated,
-#                                                          perturbed, refilled, dealt, mild, counted
+#                                                          perturbed, refilled, dealt, mild, best, counted
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
@@ -140,10 +140,12 @@ perturbed() { # the same table: is FedSAM slow and calm there by its rho, or by 
     cell "fedsam shards8" fedcda/table1 fedsam "fmnist shards8"
     try "rho 0.5" --rounds 100 --set "method=fedsam(rho=0.5)"
     try "lr 1e-4" --rounds 100 --set local.lr=0.0001
+    try "rho 0.2" --set "method=fedsam(rho=0.2)"
+    try "averaged" --set "method=wima(fedsam)" # over rounds: is that as calm as the printed row?
 }
 
 refilled() { # FedWCM's Table 3: are classes that run out put back where clients hold few of them?
-    for column in "if1 "{0.1,0.6} "if0.1 "{0.1,0.6} "if0.01 "{0.1,0.6}; do
+    for column in "if1 "{0.1,0.6} "if0.5 0.1" "if0.1 "{0.1,0.6} "if0.05 0.1" "if0.01 "{0.1,0.6}; do
         cell "fedavg $column" fedwcm/table3 fedavg "${column/ / beta}"
         try "refilled" --set "partition.how=client_dirichlet(alpha=${column#* }, refill=True)"
     done
@@ -182,6 +184,14 @@ mild() { # FedWCM's Table 3: is the column of IF 0.1, beta 0.1 one of a milder s
             try "$split" --set "partition.how=client_dirichlet($split)"
         done
     done
+}
+
+best() { # FedWCM's Table 3: is the best round scored, as FL-Simulator prints it?
+    cell "fedavg if0.1" fedwcm/table3 fedavg "if0.1 beta0.1"
+    try "each round" --set sim.evaluate_every=1
+    try "each round, seed 1" --set sim.evaluate_every=1 --set seed=1 --set partition.seed=1
+    try "each round, refilled" --set sim.evaluate_every=1 \
+        --set "partition.how=client_dirichlet(alpha=0.1, refill=True)"
 }
 
 counted() { # FedWCM's Table 3: what if the rows are counted of the first client, who has those left over?
