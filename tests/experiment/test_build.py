@@ -103,7 +103,7 @@ def test_corrupted_clients_have_other_labels_and_the_same_rows():
 def test_models_are_scored_on_the_clients_rows_where_that_is_asked_for():
     sim = SimConfig(evaluate_every=2, evaluate_last=0, evaluate_train=True, executor="loop")
     parts = PartitionConfig(how="iid", clients=4, hold_out=0.5)
-    experiment = Experiment(rounds=4, partition=parts, sim=sim)
+    experiment = Experiment("wima", rounds=4, partition=parts, sim=sim)
     found = build(experiment)
     rows = found.executor.population
     for server, record in found.rounds_from(*found.begin()):

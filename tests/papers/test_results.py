@@ -90,6 +90,8 @@ def test_scores_are_what_the_papers_average():
     assert score_of(Score("rounds_to_target", last=4, target=12.5), records) == 14  # 11 to 14
     assert score_of(Score("rounds_to_target", last=10, target=5.5), records) == 10  # not before
     assert score_of(Score("rounds_to_target", last=1, target=21.0), records) is None
+    falling = [RoundRecord(1, accuracy=0.9), RoundRecord(2, accuracy=0.1)]
+    assert score_of(Score("rounds_to_target", last=2, target=40), falling) == 2
     assert score_of(Score("note", note="gamma", between=(3, 5)), records) == 4
     assert score_of(Score("note", note="gamma", between=(90, 110)), records) is None
     assert score_of(Score("note", note="other", between=(3, 5)), records) is None

@@ -60,6 +60,13 @@ def test_a_share_is_rounded_down(share, count):
     assert len(changed(LABELS, after, PARTS)) == count
 
 
+def test_a_share_that_is_not_quite_whole_in_binary_is_whole():
+    parts = Partition(tuple(np.arange(i, i + 1) for i in range(100)), 120)
+    assert 0.29 * 100 < 29
+    after = exchange_labels(LABELS, parts, 4, 0.29, np.random.default_rng(0))
+    assert len(changed(LABELS, after, parts)) == 29
+
+
 def test_rows_that_several_hold_are_refused():
     pool = Pool(LABELS, 4)
     parts = client_dirichlet(pool, 10, np.random.default_rng(0), alpha=0.1, refill=True)
