@@ -4,11 +4,11 @@
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
 #                                                          tuned, shifted, precision, slow, shrunk,
 #                                                          averaged, split, pulled, taught, generated,
-#                                                          perturbed, refilled, dealt, mild, best, counted
+#                                                          perturbed, refilled, mild, best, counted
 #
 # Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
-# feddyn, feddf, collapse and dealt fit a CPU (a minute a round or less); the others want a GPU.
+# feddyn, feddf and collapse fit a CPU (a minute a round or less); the others want a GPU.
 set -euo pipefail
 out=$1
 shift
@@ -151,30 +151,6 @@ refilled() { # FedWCM's Table 3: are classes that run out put back where clients
     done
     cell "fedwcm if0.1 0.1" fedwcm/table3 fedwcm "if0.1 beta0.1"
     try "refilled" --set "partition.how=client_dirichlet(alpha=0.1, refill=True)"
-}
-
-dealt() { # the same in small, for a CPU: 12 s a round of a core at IF 0.1, twice that at IF 1
-    cell "fedavg if0.1" fedwcm/table3 fedavg "if0.1 beta0.1"
-    for split in alpha=0.1 "alpha=0.1, refill=True" alpha=0.6; do
-        try "cifar_cnn, $split" --rounds 100 --set model=cifar_cnn \
-            --set "partition.how=client_dirichlet($split)"
-    done
-    for seed in 1 2; do # another split too
-        try "cifar_cnn, alpha=0.1, seed $seed" --rounds 100 --set model=cifar_cnn --set seed=$seed \
-            --set partition.seed=$seed
-    done
-    for where in "if1 50" "if0.05 100"; do
-        cell "fedavg ${where% *}" fedwcm/table3 fedavg "${where% *} beta0.1"
-        for split in alpha=0.1 "alpha=0.1, refill=True"; do
-            try "cifar_cnn, $split" --rounds "${where#* }" --set model=cifar_cnn \
-                --set "partition.how=client_dirichlet($split)"
-        done
-    done
-    for where in "if0.1 100" "if1 50"; do # the split of unequal clients of the paper's Table 1
-        cell "fedavg ${where% *}" fedwcm/table3 fedavg "${where% *} beta0.1"
-        try "cifar_cnn, categorical" --rounds "${where#* }" --set model=cifar_cnn \
-            --set "partition.how=categorical_dirichlet(alpha=0.1)"
-    done
 }
 
 mild() { # FedWCM's Table 3: is the column of IF 0.1, beta 0.1 one of a milder skew, or of that refilled?

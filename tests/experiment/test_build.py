@@ -14,7 +14,13 @@ from fedbasin.core.rng import root
 from fedbasin.data import load
 from fedbasin.experiment import Experiment, build
 from fedbasin.experiment.build import _recalibration, compiling_pays, cut_rows
-from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
+from fedbasin.experiment.config import (
+    ConfigError,
+    DataConfig,
+    LocalConfig,
+    PartitionConfig,
+    SimConfig,
+)
 from fedbasin.local import SGD
 from fedbasin.sim import Examiner, Population
 
@@ -98,6 +104,14 @@ def test_corrupted_clients_have_other_labels_and_the_same_rows():
     others = before.splits.train.labels != after.splits.train.labels
     assert sum(others[mine].any() for mine in after.parts.clients) == 5
     assert before.splits.train.labels.dtype == after.splits.train.labels.dtype
+
+
+def test_labels_of_rows_that_several_hold_are_not_exchanged():
+    parts = PartitionConfig(
+        how="client_dirichlet(alpha=0.1, refill=True)", clients=5, corrupted=0.5
+    )
+    with pytest.raises(ConfigError, match=r"partition\.corrupted: labels of some clients cannot"):
+        cut_rows(Experiment(partition=parts), load("digits"))
 
 
 def test_models_are_scored_on_the_clients_rows_where_that_is_asked_for():

@@ -83,6 +83,8 @@ def test_resolving_is_canonical_and_idempotent():
         ({"partition": {"hold_out": 1.0}}, ["partition.hold_out", "1.0"]),
         ({"data": {"imbalance": 0.0}}, ["data.imbalance", "0.0"]),
         ({"data": {"proxy_imbalance": 1.5}}, ["data.proxy_imbalance", "1.5"]),
+        ({"data": {"proxy_imbalance": 0.5}}, ["data.proxy_imbalance", "set data.proxy_per_class"]),
+        ({"data": {"proxy_evened": True}}, ["data.proxy_evened", "set data.proxy_per_class"]),
         ({"partition": {"corrupted": 1.1}}, ["partition.corrupted", "1.1"]),
         ({"partition": {"corrupted": -0.1}}, ["partition.corrupted", "-0.1"]),
         ({"seed": -1}, ["seed", "-1"]),

@@ -74,6 +74,12 @@ def test_rows_that_several_hold_are_refused():
         exchange_labels(LABELS, parts, 4, 0.5, np.random.default_rng(0))
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_outside_its_range_is_refused(share):
+    with pytest.raises(ValueError, match=r"share is .*: give a share of the clients"):
+        exchange_labels(LABELS, PARTS, 4, share, np.random.default_rng(0))
+
+
 def test_one_class_has_nothing_to_exchange():
     with pytest.raises(ValueError, match="classes is 1: there are no two labels"):
         exchange_labels(np.zeros(120, np.int64), PARTS, 1, 0.5, np.random.default_rng(0))

@@ -80,3 +80,10 @@ def test_evened_classes_are_as_large_as_the_largest(sizes, seed):
         mine = times[labels == label]
         assert mine.sum() == (max(sizes) if size else 0)
         assert not size or mine.max() - mine.min() <= 1
+
+
+def test_a_size_that_is_not_quite_whole_in_binary_is_whole():
+    assert 50 * 0.58 < 29
+    labels = np.repeat(np.arange(2), 50)
+    kept = longtail(labels, 2, 0.58, np.random.default_rng(0))
+    assert np.bincount(labels[kept]).tolist() == [50, 29]

@@ -42,7 +42,8 @@ def partition(
 ) -> None:
     """Show how a dataset would be shared out: sizes, class counts and a picture.
 
-    A run with the same data, partition, seed and imbalance (and no proxy set) uses this very split.
+    A run with the same data, partition, seed and imbalance (and no proxy set, rows held out or
+    corrupted clients) uses this very split.
     """
     from fedbasin.core.rng import root  # brings torch along, which help need not wait for
 

@@ -241,7 +241,7 @@ def mean_of_last(records: Iterable[RoundRecord], count: int = 10) -> float | Non
 
 
 def rounds_to_target(records: Iterable[RoundRecord], target: float, last: int = 1) -> int | None:
-    """Return the first round whose accuracy, in the mean of the last so many, is at the target."""
+    """Return the first round at which the mean of the last scores is at the target, or None."""
     recent: deque[float] = deque(maxlen=last)
     for record in records:
         if record.accuracy is not None:

@@ -98,7 +98,10 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         parts = parts.hold_out(experiment.partition.hold_out, key.fold("hold out").numpy())
     if experiment.partition.corrupted:
         share, draws = experiment.partition.corrupted, key.fold("corrupted").numpy()
-        labels = partition.exchange_labels(train.labels, parts, classes, share, draws)
+        try:
+            labels = partition.exchange_labels(train.labels, parts, classes, share, draws)
+        except ValueError as error:
+            raise ConfigError(f"partition.corrupted: {error}") from error
         train = replace(train, labels=labels)
     return Rows(data.Splits(train, proxy, splits.test), parts, classes)
 

@@ -274,6 +274,11 @@ def _check_ranges(experiment: Experiment) -> None:
     for name, ratio in tails:
         if not 0 < ratio <= 1:
             raise ConfigError(f"data.{name} must be in (0, 1], got {ratio}")
+    if (e.data.proxy_imbalance < 1 or e.data.proxy_evened) and not e.data.proxy_per_class:
+        raise ConfigError(
+            "data.proxy_imbalance and data.proxy_evened are of the server's rows: set "
+            "data.proxy_per_class"
+        )
     if not 0 <= e.partition.corrupted <= 1:
         raise ConfigError(f"partition.corrupted must be in [0, 1], got {e.partition.corrupted}")
     for round in e.snapshots.rounds:

@@ -12,8 +12,8 @@ def exchange_labels(
 ) -> Ints:
     """Return the labels with two of them exchanged in the rows of some clients.
 
-    floor(share * N) of those clients that hold rows are drawn. Each exchanges a class that it
-    holds with another one, drawn for each client anew.
+    floor(share * N) clients are drawn of those that hold rows (all of these, if they are fewer).
+    Each exchanges a class that it holds with another one, drawn for each client anew.
 
     Args:
         labels: int64 [n], the class of each row.
@@ -22,6 +22,8 @@ def exchange_labels(
         share: of all clients, in [0, 1].
         rng: draws clients and classes.
     """
+    if not 0 <= share <= 1:
+        raise ValueError(f"share is {share!r}: give a share of the clients, in [0, 1]")
     if parts.again:
         raise ValueError(
             "labels of some clients cannot be exchanged in a split that deals rows again: "

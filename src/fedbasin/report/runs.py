@@ -14,7 +14,7 @@ from fedbasin.core.record import RecordError, RoundRecord, RunFolder
 from fedbasin.core.settings import flatten, write_value
 
 # Settings that change no result.
-_NO_EFFECT = ("sim.checkpoint_every", "snapshots.")
+_NO_EFFECT = ("sim.checkpoint_every", "sim.evaluate_train", "snapshots.")
 
 
 @dataclass(frozen=True, eq=False)
