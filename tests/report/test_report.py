@@ -158,7 +158,13 @@ def test_runs_are_found_below_folders_each_once(tmp_path):
 
 
 def test_what_changes_no_result_tells_no_runs_apart(tmp_path):
-    make_run(tmp_path / "a", seed=0, snapshots__every=1, sim__checkpoint_every=5)
+    make_run(
+        tmp_path / "a",
+        seed=0,
+        snapshots__every=1,
+        sim__checkpoint_every=5,
+        sim__evaluate_train=True,
+    )
     make_run(tmp_path / "b", seed=1, snapshots__every=0, sim__checkpoint_every=9)
     assert [run.label for run in read_runs(find_runs([tmp_path]))] == ["fedavg", "fedavg"]
     make_run(tmp_path / "c", seed=2, partition__seed=0)
