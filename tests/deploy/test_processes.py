@@ -5,7 +5,10 @@ Every message starts a process that imports torch, so these take minutes: `make 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -155,3 +158,21 @@ def test_nothing_is_left_behind(tmp_path):
         assert nodes._marked()
         mark = nodes._mark
     assert not nodes._marked() and mark == nodes._mark
+
+
+def test_a_scheduler_that_ends_the_command_ends_its_processes(tmp_path):
+    def ours():
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"FLWR_HOME={tmp_path}".encode() in (place / "environ").read_bytes():
+                    found.append(place.name)
+        return found
+
+    command = [sys.executable, "-m", "fedbasin", "flower", "up", "--nodes", "2", "--out"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.Popen([*command, str(tmp_path)], env=environment)
+    wait(lambda: len(ours()) >= 3, "a SuperLink and two SuperNodes run")
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not ours()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,7 +87,7 @@ def up(
     settings |= {k: v for k, v in (("method", method), ("rounds", rounds)) if v is not None}
     kind = "simulated clients" if simulate else "SuperNodes"
     console.print(Text(f"Starting a SuperLink and {nodes} {kind}; logs: {place}"), soft_wrap=True)
-    with LocalFederation(place, nodes, tls, simulate) as federation:
+    with _told_to_end(), LocalFederation(place, nodes, tls, simulate) as federation:
         _run(federation, folder, settings, run, timeout)
     summary = run.read_summary()
     last = summary["accuracy_last"]
@@ -94,6 +97,20 @@ def up(
         f"{summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down"
     )
     console.print(Text(f"{line}\nrecords: {run.path}"), soft_wrap=True)
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """Have SIGTERM unwind as Ctrl-C does, so that no process is left behind."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(
