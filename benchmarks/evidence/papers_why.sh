@@ -6,7 +6,7 @@
 #                                                          averaged, split, pulled, taught, generated,
 #                                                          perturbed, refilled, mild, best, counted
 #
-# Every run is a folder in OUT; its summary.json has what it scores. JOBS run at once (one by
+# Every run is a folder in OUT; its summary.json has what it scores, its rounds.jsonl each round. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
 # feddyn, feddf and collapse fit a CPU (a minute a round or less); the others want a GPU.
 set -euo pipefail

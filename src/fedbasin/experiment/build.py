@@ -142,7 +142,9 @@ def build(
     train = rows.splits.train
     population = Population.of(train.inputs, train.labels, rows.parts.clients, device)
     proxy = examiner(rows.splits.proxy) if rows.splits.proxy is not None else None
-    trained_on = Examiner(net, population.inputs, population.labels, transform, rows.classes)
+    trained_on = None
+    if experiment.sim.evaluate_train:
+        trained_on = Examiner(net, population.inputs, population.labels, transform, rows.classes)
     context = replace(
         _context(experiment, net, population, key),
         proxy=proxy,
@@ -170,7 +172,7 @@ def build(
         recalibrate=_recalibration(experiment, net, proxy),
         evaluate_every=experiment.sim.evaluate_every,
         evaluate_last=experiment.sim.evaluate_last,
-        train=trained_on if experiment.sim.evaluate_train else None,
+        train=trained_on,
         client_memory=experiment.sim.client_memory * 2**30,
         client_archive=client_archive,
         # Last: what starts processes does so once nothing else can be wrong.

@@ -75,12 +75,17 @@ def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
         noted = [r.notes.get(score.note) for r in found if first <= r.round <= last]
         numbers = [n for n in noted if isinstance(n, int | float)]
         return fmean(numbers) if numbers else None
-    shown = found[-score.last :]
-    values = [r.accuracy_train if score.kind == "accuracy_train" else r.accuracy for r in shown]
-    if score.kind == "accuracy_send":  # only where it is another model
-        values = [r.accuracy if r.accuracy_send is None else r.accuracy_send for r in shown]
+    values = [_accuracy(score, record) for record in found[-score.last :]]
     scored = [value for value in values if value is not None]
     return 100 * fmean(scored) if scored else None
+
+
+def _accuracy(score: Score, record: RoundRecord) -> float | None:
+    if score.kind == "accuracy_train":
+        return record.accuracy_train
+    if score.kind == "accuracy_send" and record.accuracy_send is not None:
+        return record.accuracy_send
+    return record.accuracy  # of one model, where none is broadcast beside it
 
 
 def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> float:
