@@ -441,6 +441,21 @@ def test_the_results_that_ship_belong_to_the_tables_as_they_are():
     assert len({result.key for result in stored}) == len(stored)
 
 
+def test_a_stored_score_is_that_of_its_stored_accuracies():
+    """A line that keeps the accuracy of every scored round can be checked without its run."""
+    for result in shipped():
+        axes = load_table(result.table).rows, load_table(result.table).columns
+        row, column = (
+            next(a for a in kind if a.name == name)
+            for kind, name in zip(axes, (result.row, result.column), strict=True)
+        )
+        score = load_table(result.table).score_of(row, column)
+        if result.accuracies and score.kind.startswith("accuracy"):
+            first = result.rounds - score.last
+            late = [a for n, a in result.accuracies.items() if int(n) > first]
+            assert result.score == pytest.approx(sum(late) / len(late), abs=1e-3)
+
+
 def test_docs_papers_is_what_the_results_say():
     written = (DOCS / "papers.md").read_text(encoding="utf-8")
     assert written == page(shipped()), "run: fedbasin paper show --markdown > docs/papers.md"
@@ -459,4 +474,5 @@ def test_the_page_shows_a_result_with_its_device_and_reason(monkeypatch):
     assert "| scaffold | b | 60.00 | 10.00 (1 seed) | -50.00 | +10.00 | - | missed |" in text
     assert "- Found (`scaf*; b`): another split" in text and "Run on a GPU, cpu." in text
     assert "50.00 (1 seed), reduced: 10 of 100 rounds" in text
-    assert "| ima/t | 4 | 4 | 1 | 0 | 1 |" in text
+    # cells, can run, at full length, near, gain, missed, reduced
+    assert "| ima/t | 4 | 4 | 1 | 0 | 0 | 1 | 1 |\n| **all** | 4 | 4 | 1 | 0 | 0 | 1 | 1 |" in text

@@ -89,6 +89,10 @@ def test_equal_cells_run_once_and_each_has_its_line(invoke, tmp_path):
     assert plain.score == pytest.approx(50 * sum(r.accuracy_send for r in records), abs=1e-4)
     assert averaged.score == pytest.approx(50 * sum(r.accuracy for r in records), abs=1e-4)
     assert f"{plain.score:.2f} (1 seed)" in done.output
+    every = RunFolder(tmp_path / "runs/papers" / plain.config).read_rounds()
+    for result, name in ((plain, "accuracy_send"), (averaged, "accuracy")):
+        scored = {str(r.round): 100 * getattr(r, name) for r in every if r.accuracy is not None}
+        assert result.accuracies == pytest.approx(scored, abs=1e-4)
 
     again = invoke("run", "x/table1", "--rows", "fedavg*", "--columns", "digits")
     assert "0 runs to do" in again.output

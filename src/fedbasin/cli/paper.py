@@ -13,7 +13,7 @@ from rich.text import Text
 from fedbasin.cli.progress import run_with_progress, wide_console
 
 if TYPE_CHECKING:
-    from fedbasin.papers import Result, Table
+    from fedbasin.papers import Compared, Result, Table
     from fedbasin.papers.tables import Axis
 
 app = typer.Typer(
@@ -36,6 +36,11 @@ Columns = Annotated[str, typer.Option(help="Columns, likewise.")]
 Out = Annotated[Path, typer.Option(help="Where run folders and results.jsonl lie.")]
 Results = Annotated[
     Path | None, typer.Option(help="File of result lines; results.jsonl in --out by default.")
+]
+Some = Annotated[str | None, typer.Argument(help="A table or figure; all if left out.")]
+OwnResults = Annotated[
+    Path | None,
+    typer.Option(help="Result lines of your own runs, beside those that ship with fedbasin."),
 ]
 
 
@@ -161,16 +166,16 @@ def config(
 
 @app.command()
 def show(
-    name: Annotated[str | None, typer.Argument(help="A table or figure; all if left out.")] = None,
+    name: Some = None,
     rows: Rows = "*",
     columns: Columns = "*",
-    results: Annotated[
-        Path | None,
-        typer.Option(help="Result lines of your own runs, beside those that ship with fedbasin."),
-    ] = None,
+    results: OwnResults = None,
     ours: Annotated[bool, typer.Option("--ours", help="Only cells that were run.")] = False,
     markdown: Annotated[
-        bool, typer.Option(help="As Markdown; without a table all of docs/papers.md.")
+        bool, typer.Option("--markdown", help="As Markdown; without a table all of docs/papers.md.")
+    ] = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="As CSV, numbers with all their digits, for pandas.")
     ] = False,
 ) -> None:
     """Show paper and ours side by side: difference, and gain over the baseline of both.
@@ -179,26 +184,81 @@ def show(
     missed; below stands why, where experiments have told. Runs of fewer rounds than the paper's,
     or on a part of its data, are marked and get no verdict.
     """
-    from fedbasin.papers import load_table, table_names
-    from fedbasin.papers.page import page, section
-    from fedbasin.papers.results import read, shipped
+    from fedbasin.papers.page import page, section, sheet
+    from fedbasin.papers.results import shipped
 
+    if markdown and csv:
+        raise ValueError("--markdown and --csv are two forms: give one of them")
     if markdown and name is None:
         if (rows, columns, results, ours) != ("*", "*", None, False):
             raise ValueError("--markdown without a table is docs/papers.md as it is: name a table")
         typer.echo(page(shipped()), nl=False)
         return
-    local = results or OUT / "results.jsonl"
-    if results is not None and not results.exists():
-        raise ValueError(f"--results: {results} does not exist")
-    lines = [*shipped(), *(read(local) if local.exists() else [])]
-    for each in [name] if name else table_names():
-        table = load_table(each)
+    lines = _all_lines(results)
+    if csv:
+        typer.echo(sheet(_compared(name, rows, columns, lines), only_ours=ours), nl=False)
+        return
+    for table in _tables(name):
         picked = _picked(table, rows, columns)
         if markdown:
             typer.echo(section(table, lines, *picked), nl=False)
         else:
             _print_beside(table, lines, *picked, only_ours=ours or name is None)
+
+
+@app.command()
+def plot(
+    name: Some = None,
+    rows: Rows = "*",
+    columns: Columns = "*",
+    results: OwnResults = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The picture: .png, .svg or .pdf; named after the table by default."),
+    ] = None,
+) -> None:
+    """Draw ours beside theirs: one table cell by cell, or all papers at a glance.
+
+    For instance: [bold]fedbasin paper plot fedcda/table1 --columns 'fmnist*' --out
+    fedcda.svg[/bold]
+    """
+    from fedbasin.papers.picture import draw_all, draw_table
+
+    path = out or Path(f"{name.replace('/', '-') if name else 'papers'}.png")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--out is {str(path)!r}: end it in .png, .svg or .pdf")
+    cells = _compared(name, rows, columns, _all_lines(results))
+    if name is None:
+        draw_all(cells, path)
+    else:
+        draw_table(cells[0].table, cells, path)
+    console.print(Text(f"written: {path}"), soft_wrap=True)
+
+
+def _tables(name: str | None) -> list[Table]:
+    from fedbasin.papers import load_table, table_names
+
+    return [load_table(each) for each in ([name] if name else table_names())]
+
+
+def _all_lines(results: Path | None) -> list[Result]:
+    """Return the lines that ship with fedbasin, then those of one's own runs."""
+    from fedbasin.papers.results import read, shipped
+
+    if results is not None and not results.exists():
+        raise ValueError(f"--results: {results} does not exist")
+    local = results or OUT / "results.jsonl"
+    return [*shipped(), *(read(local) if local.exists() else [])]
+
+
+def _compared(name: str | None, rows: str, columns: str, lines: list[Result]) -> list[Compared]:
+    from fedbasin.papers import compare
+
+    return [
+        cell
+        for table in _tables(name)
+        for cell in compare(table, lines, *_picked(table, rows, columns))
+    ]
 
 
 def _picked(table: Table, rows: str, columns: str) -> tuple[list[Axis], list[Axis]]:

@@ -1,5 +1,7 @@
 """The papers' tables: what was published, the runs that repeat it, and ours beside theirs."""
 
+from fedbasin.papers.beside import Compared as Compared
+from fedbasin.papers.beside import compare as compare
 from fedbasin.papers.beside import lines_of as lines_of
 from fedbasin.papers.grid import Task as Task
 from fedbasin.papers.grid import reason as reason

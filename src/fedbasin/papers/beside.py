@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from statistics import fmean, stdev
 
 from fedbasin.papers.results import Result, fresh
-from fedbasin.papers.tables import Axis, Finding, Published, Table
+from fedbasin.papers.tables import Axis, Finding, Published, Score, Table
 
 NEAR = 3.0  # points
 HEADER = ("row", "column", "paper", "ours", "difference", "gain: paper", "gain: ours", "verdict")
@@ -27,9 +27,24 @@ class Ours:
         return {r.seed: r.score for r in kept if r.score is not None}
 
     @property
+    def mean(self) -> float | None:
+        """The mean over seeds."""
+        return fmean(self.scores.values()) if self.scores else None
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation over seeds, of two or more."""
+        return stdev(self.scores.values()) if len(self.scores) > 1 else None
+
+    @property
     def reduced(self) -> bool:
         """Whether the runs are shorter than the paper's."""
         return self.results[0].reduced
+
+    @property
+    def data_share(self) -> float:
+        """The part of the published rows that every run had."""
+        return min(result.data_share for result in self.results)
 
 
 @dataclass(frozen=True)
@@ -51,12 +66,99 @@ class Line:
         return tuple(vars(self).values())
 
 
+@dataclass(frozen=True)
+class Compared:
+    """One cell in numbers: the paper's, ours, and what they come to.
+
+    Args:
+        table: the table.
+        row: its row.
+        column: its column.
+        published: what the paper prints.
+        ours: our results, if there are any.
+        gain_paper: the paper's gain over its baseline.
+        gain_ours: our gain over ours.
+        verdict: how ours holds against the bar; ``"-"`` where there is nothing to hold it against.
+    """
+
+    table: Table
+    row: Axis
+    column: Axis
+    published: Published
+    ours: Ours | None
+    gain_paper: float | None
+    gain_ours: float | None
+    verdict: str
+
+    @property
+    def score(self) -> Score:
+        """What the cell's numbers are."""
+        return self.table.score_of(self.row, self.column)
+
+    @property
+    def judged(self) -> bool:
+        """Whether it has a verdict on the paper's number or gain."""
+        return self.verdict.startswith(("near", "gain", "missed"))
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less theirs."""
+        return _minus(self.ours.mean if self.ours else None, self.published.value)
+
+    @property
+    def values(self) -> dict[str, str | float | None]:
+        """The cell for programs: names, numbers, and None for a number that does not exist."""
+        ours = self.ours
+        return {
+            "table": self.table.name,
+            "row": self.row.name,
+            "column": self.column.name,
+            "score": self.score.text,
+            "paper": self.published.value,
+            "paper_spread": self.published.spread,
+            "paper_mark": self.published.mark or None,
+            "ours": ours.mean if ours else None,
+            "ours_spread": ours.spread if ours else None,
+            "seeds": len(ours.results) if ours else None,
+            "seeds_scored": len(ours.scores) if ours else None,
+            "difference": self.difference,
+            "gain_paper": self.gain_paper,
+            "gain_ours": self.gain_ours,
+            "verdict": None if self.verdict == "-" else self.verdict,
+            "rounds": ours.results[0].rounds if ours else None,
+            "full_rounds": ours.results[0].full_rounds if ours else None,
+            "data_share": ours.data_share if ours else None,
+        }
+
+    @property
+    def line(self) -> Line:
+        """The cell for people."""
+        digits = {"rounds_to_target": 0, "note": 4}.get(self.score.kind, 2)
+        return Line(
+            row=self.row.name,
+            column=self.column.name,
+            paper=_printed(self.published, digits),
+            ours=_ours(self.ours, digits),
+            difference=_signed(self.difference, digits),
+            gain_paper=_signed(self.gain_paper, digits),
+            gain_ours=_signed(self.gain_ours, digits),
+            verdict=self.verdict,
+        )
+
+
+def compare(
+    table: Table, results: Iterable[Result], rows: Sequence[Axis], columns: Sequence[Axis]
+) -> list[Compared]:
+    """Return the cells of some rows and columns; results of older settings are left out."""
+    gathered = _gather(fresh(table, results))
+    return [_compared(table, row, column, gathered) for column in columns for row in rows]
+
+
 def lines_of(
     table: Table, results: Iterable[Result], rows: Sequence[Axis], columns: Sequence[Axis]
 ) -> list[Line]:
-    """Return the lines of some rows and columns; results of older settings are left out."""
-    gathered = _gather(fresh(table, results))
-    return [_line(table, row, column, gathered) for column in columns for row in rows]
+    """Return the cells of `compare` as texts."""
+    return [cell.line for cell in compare(table, results, rows, columns)]
 
 
 def _gather(results: Iterable[Result]) -> dict[tuple[str, str], Ours]:
@@ -73,7 +175,9 @@ def _gather(results: Iterable[Result]) -> dict[tuple[str, str], Ours]:
     return gathered
 
 
-def _line(table: Table, row: Axis, column: Axis, gathered: dict[tuple[str, str], Ours]) -> Line:
+def _compared(
+    table: Table, row: Axis, column: Axis, gathered: dict[tuple[str, str], Ours]
+) -> Compared:
     published = table.printed(row, column)
     ours = gathered.get((row.name, column.name))
     base = table.baseline(row, column)
@@ -81,21 +185,8 @@ def _line(table: Table, row: Axis, column: Axis, gathered: dict[tuple[str, str],
     base_ours = gathered.get((base[0].name, base[1].name)) if base else None
     gain_paper = _minus(published.value, base_published.value if base_published else None)
     gain_ours = _paired_gain(ours, base_ours)
-    mine = fmean(ours.scores.values()) if ours and ours.scores else None
-    difference = _minus(mine, published.value)
-    digits = 0 if table.score_of(row, column).kind == "rounds_to_target" else 2
-    if table.score_of(row, column).kind == "note":
-        digits = 4
-    return Line(
-        row=row.name,
-        column=column.name,
-        paper=_printed(published, digits),
-        ours=_ours(ours, digits),
-        difference=_signed(difference, digits),
-        gain_paper=_signed(gain_paper, digits),
-        gain_ours=_signed(gain_ours, digits),
-        verdict=_verdict(table, row, column, ours, difference, gain_paper, gain_ours),
-    )
+    unjudged = Compared(table, row, column, published, ours, gain_paper, gain_ours, "-")
+    return replace(unjudged, verdict=_verdict(unjudged))
 
 
 def _minus(a: float | None, b: float | None) -> float | None:
@@ -120,21 +211,20 @@ def _printed(published: Published, digits: int) -> str:
 def _ours(ours: Ours | None, digits: int) -> str:
     if ours is None:
         return "-"
-    scores = list(ours.scores.values())
-    text = f"{fmean(scores):.{digits}f}" if scores else "no score"
-    if len(scores) > 1:
-        text += f" ± {stdev(scores):.{digits}f}"
+    text = "no score" if ours.mean is None else f"{ours.mean:.{digits}f}"
+    if ours.spread is not None:
+        text += f" ± {ours.spread:.{digits}f}"
     count = len(ours.results)
     text += f" ({count} seed{'s' if count > 1 else ''})"
     diverged = sum(result.status == "diverged" for result in ours.results)
-    missing = count - len(scores) - diverged
+    missing = count - len(ours.scores) - diverged
     if diverged:
         text += f", {diverged} diverged"
-    if missing > 0 and scores:
+    if missing > 0 and ours.scores:
         text += f", {missing} without a score"
     first = ours.results[0]
     if any(result.partial for result in ours.results):
-        text += f", on {min(r.data_share for r in ours.results):.0%} of the data"
+        text += f", on {ours.data_share:.0%} of the data"
     if ours.reduced:
         text += f", reduced: {first.rounds} of {first.full_rounds} rounds"
     return text
@@ -144,35 +234,27 @@ def _signed(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:+.{digits}f}"
 
 
-def _verdict(
-    table: Table,
-    row: Axis,
-    column: Axis,
-    ours: Ours | None,
-    difference: float | None,
-    gain_paper: float | None,
-    gain_ours: float | None,
-) -> str:
+def _verdict(cell: Compared) -> str:
     """Hold a full-length result against the bar: near, or at least half of the gain.
 
     Rounds have no points to be near by: what counts is how many are saved.
     """
-    kind = table.score_of(row, column).kind
+    ours, kind = cell.ours, cell.score.kind
     rounds = kind == "rounds_to_target"
-    if ours is None or kind == "note" or (rounds and gain_paper is None):
+    if ours is None or kind == "note" or (rounds and cell.gain_paper is None):
         return "-"
     if ours.reduced:
         return "reduced"
     if any(result.partial for result in ours.results):
         return "other data"
-    if table.printed(row, column).value is None and gain_paper is None:
+    if cell.published.value is None and cell.gain_paper is None:
         return "-"
     whole = all(result.status != "diverged" for result in ours.results)
-    if whole and not rounds and difference is not None and abs(difference) <= NEAR:
+    if whole and not rounds and cell.difference is not None and abs(cell.difference) <= NEAR:
         return "near"
-    if whole and _reproduced(gain_paper, gain_ours, better=-1 if rounds else 1):
+    if whole and _reproduced(cell.gain_paper, cell.gain_ours, better=-1 if rounds else 1):
         return "gain"
-    return "missed" if why(table, row, column) else "missed, no reason yet"
+    return "missed" if why(cell.table, cell.row, cell.column) else "missed, no reason yet"
 
 
 def _reproduced(paper: float | None, ours: float | None, better: int) -> bool:

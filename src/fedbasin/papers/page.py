@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from fedbasin.papers.beside import HEADER, lines_of, why
+from fedbasin.papers.beside import HEADER, Compared, compare, lines_of, why
 from fedbasin.papers.grid import reason
 from fedbasin.papers.results import Result, fresh
 from fedbasin.papers.tables import (
@@ -18,6 +21,7 @@ from fedbasin.papers.tables import (
     table_names,
 )
 
+_COUNTED = ("can run", "run at full length", "near", "gain", "missed", "reduced")
 _HEAD = """\
 <!-- Written by `fedbasin paper show --markdown`; a test fails when it is out of date. -->
 # The papers' tables, ours beside theirs
@@ -31,9 +35,15 @@ device and versions, is in `src/fedbasin/papers/results/`.
 fedbasin paper list ima/table1       # its rows and columns, what they run, what the paper says
 fedbasin paper run ima/table1 --rows "fedavg*" --columns "fmnist cnn dir0.1" --seeds 0 --rounds 0.1
 fedbasin paper show ima/table1 --ours
+fedbasin paper plot ima/table1       # the same as a picture; paper show --csv for pandas
 fedbasin paper config ima/table1 --row fedavg --column "fmnist cnn dir0.1" >cell.toml
 fedbasin run cell.toml --set local.weight_decay=0.0       # what does the number depend on?
 ```
+
+![Ours against the papers', all cells that have a verdict](figures/papers.png)
+
+*Made by `fedbasin paper plot --out docs/figures/papers.png`. A dot is a cell; what is
+*missed* has its reason below the table where experiments have told one.*
 
 - **ours** is the mean over seeds, ± the standard deviation, without those that diverged; a cell
   with any of these is *missed*. A run of fewer rounds than the paper's is marked *reduced*, one on
@@ -63,18 +73,42 @@ def page(results: Sequence[Result]) -> str:
 
 
 def _overview(results: Sequence[Result]) -> str:
-    lines = ["| table | cells | can run | run here, full length | near or gain | missed |\n"]
-    lines.append("|---|---|---|---|---|---|\n")
+    lines = [
+        f"| {' | '.join(('table', 'cells', *_COUNTED))} |\n",
+        "|---" * (2 + len(_COUNTED)) + "|\n",
+    ]
+    total: Counter[str] = Counter()
     for table in (load_table(name) for name in table_names()):
-        reasons = [reason(table, row, column) for row in table.rows for column in table.columns]
-        compared = [x for x in lines_of(table, results, table.rows, table.columns) if x.ours != "-"]
-        full = [line for line in compared if "reduced" not in line.ours]
-        good = sum(line.verdict in ("near", "gain") for line in full)
-        missed = sum(line.verdict.startswith("missed") for line in full)
-        able = sum(not text for text in reasons)
-        counts = f"{len(reasons)} | {able} | {len(full)} | {good} | {missed}"
-        lines.append(f"| {table.name} | {counts} |\n")
-    return "".join(lines)
+        counts = _counts(table, results)
+        total += counts
+        lines.append(_counted(table.name, counts))
+    return "".join([*lines, _counted("**all**", total)])
+
+
+def _counts(table: Table, results: Sequence[Result]) -> Counter[str]:
+    """Count a table's cells; what ran at full length has a verdict, or nothing to compare with."""
+    counts: Counter[str] = Counter()
+    for cell in compare(table, results, table.rows, table.columns):
+        counts["cells"] += 1
+        counts["can run"] += not reason(table, cell.row, cell.column)
+        if cell.ours and cell.ours.reduced:
+            counts["reduced"] += 1
+        elif cell.ours:
+            counts.update(["run at full length", cell.verdict.partition(",")[0]])
+    return counts
+
+
+def _counted(name: str, counts: Counter[str]) -> str:
+    return f"| {' | '.join((name, *(str(counts[key]) for key in ('cells', *_COUNTED))))} |\n"
+
+
+def sheet(cells: Sequence[Compared], *, only_ours: bool) -> str:
+    """Return cells as a CSV file; a number that does not exist is left empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, cells[0].values, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(cell.values for cell in cells if cell.ours or not only_ours)
+    return text.getvalue()
 
 
 def section(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -47,6 +47,7 @@ class Result:
     device: str
     versions: dict[str, str]
     seconds: float
+    accuracies: dict[str, float] = field(default_factory=dict)  # in percent, by scored round
 
     @property
     def reduced(self) -> bool:
@@ -106,14 +107,15 @@ def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> fl
 def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
     """Return the line of a run that is over."""
     folder = RunFolder(path)
-    summary = folder.read_summary()
+    summary, records = folder.read_summary(), folder.read_rounds()
     score = task.table.score_of(task.row, task.column)
+    accuracies = {str(record.round): _accuracy(score, record) for record in records}
     return Result(
         table=task.table.name,
         row=task.row.name,
         column=task.column.name,
         seed=task.seed,
-        score=_rounded(score_of(score, folder.read_rounds())),
+        score=_rounded(score_of(score, records)),
         measure=score.text,
         rounds=task.experiment.rounds,
         full_rounds=task.full_rounds,
@@ -126,6 +128,7 @@ def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
         device=str(summary.get("device")),
         versions={**summary.get("versions", {}), "python": str(summary.get("python"))},
         seconds=round(float(summary.get("seconds", 0.0)), 2),
+        accuracies={n: round(100 * a, 4) for n, a in accuracies.items() if a is not None},
     )
 
 
@@ -176,7 +179,8 @@ def parse(text: str, where: str) -> list[Result]:
 
 def _result(raw: Any, where: str) -> Result:
     hints = get_type_hints(Result)
-    if not isinstance(raw, dict) or set(raw) != {f.name for f in fields(Result)}:
+    # lines written before accuracies were kept have none
+    if not isinstance(raw, dict) or {*raw, "accuracies"} != {f.name for f in fields(Result)}:
         raise PaperError(f"{where}: the fields must be {', '.join(hints)}")
     for name, value in raw.items():
         if not is_fit(value, hints[name]):

@@ -1,0 +1,138 @@
+"""Ours beside theirs as a picture: all papers at a glance, or one table cell by cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedbasin.papers.beside import NEAR, Compared
+from fedbasin.papers.tables import Table, paper_names
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart by colour-blind readers; papers differ in their marks too.
+_COLOURS = ("#0072B2", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")
+_MARKS = "osv^D"
+_VERDICTS = {"near": "#0072B2", "gain": "#56B4E9", "missed": "#D55E00"}
+_NO_VERDICT = "#777777"  # reduced, other data, or nothing in print to compare with
+_ACROSS = 3  # panels in a row
+Pair = Callable[[Compared], tuple[float | None, float | None]]
+
+
+def draw_all(cells: Sequence[Compared], path: Path) -> Path:
+    """Draw the accuracies and gains of all cells with a verdict, the paper's against ours.
+
+    Args:
+        cells: cells of any tables.
+        path: where the picture goes; its ending decides the format (png, svg, pdf).
+    """
+    from matplotlib.figure import Figure  # slow to import, and needed only here
+
+    judged = [c for c in cells if c.judged and c.score.kind != "rounds_to_target"]
+    if not judged:
+        raise ValueError("no cell of what was asked for has a verdict to draw")
+    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.set_title(f"accuracy, %; grey: within {NEAR:g} points", fontsize=10, loc="left")
+    _against(left, judged, lambda c: (c.published.value, c.ours.mean if c.ours else None))
+    line = np.array(left.get_xlim())
+    left.fill_between(line, line - NEAR, line + NEAR, color="black", alpha=0.1, linewidth=0)
+    right.set_title(
+        "gain over the baseline, points; grey: at least half of it", fontsize=10, loc="left"
+    )
+    right.set(xscale="symlog", yscale="symlog")
+    _against(right, judged, lambda c: (c.gain_paper, c.gain_ours))
+    low, high = right.get_xlim()
+    up, down = np.geomspace(0.01, high, 200), -np.geomspace(0.01, -low, 200)
+    right.fill_between(up, up / 2, high, color="black", alpha=0.1, linewidth=0)
+    right.fill_between(down, 2 * down, down / 2, color="black", alpha=0.1, linewidth=0)
+    ticks = [tick for tick in (-50, -10, -3, -1, 0, 1, 3, 10, 50) if low < tick < high]
+    for axis in (right.xaxis, right.yaxis):
+        axis.set_ticks(ticks, [str(tick) for tick in ticks])
+    right.set(xlim=(low, high), ylim=(low, high))
+    left.legend(fontsize="small", loc="upper left")
+    return _saved(figure, path)
+
+
+def _against(axes: Axes, cells: Sequence[Compared], pair: Pair) -> None:
+    """Draw one dot for every cell that has both numbers, and where they are equal."""
+    reach = [0.0]
+    for name, colour, mark in zip(paper_names(), _COLOURS, _MARKS, strict=True):
+        mine = [pair(cell) for cell in cells if cell.table.name.startswith(f"{name}/")]
+        found = [(x, y) for x, y in mine if x is not None and y is not None]
+        if found:
+            x, y = zip(*found, strict=True)
+            label = f"{name}, {len(found)} cells"
+            axes.plot(x, y, mark, color=colour, label=label, alpha=0.8, markersize=5)
+            reach += [*x, *y]
+    low, high = 1.2 * min(reach) - 1, 1.1 * max(reach) + 1
+    axes.plot([low, high], [low, high], color="black", linewidth=0.8)
+    axes.set(xlim=(low, high), ylim=(low, high), xlabel="paper", ylabel="ours", aspect="equal")
+    axes.grid(alpha=0.3)
+
+
+def draw_table(table: Table, cells: Sequence[Compared], path: Path) -> Path:
+    """Draw the cells of one table that were run, a panel for each of its columns.
+
+    Args:
+        table: the table.
+        cells: some of its cells.
+        path: where the picture goes; its ending decides the format (png, svg, pdf).
+    """
+    from matplotlib.figure import Figure
+
+    ran = [cell for cell in cells if cell.ours and cell.ours.mean is not None]
+    if not ran:
+        raise ValueError(f"{table.name}: nothing of what was asked for has a score to draw")
+    columns = [c for c in table.columns if any(cell.column == c for cell in ran)]
+    down = math.ceil(len(columns) / _ACROSS)
+    across = math.ceil(len(columns) / down)
+    tall = max(sum(cell.column == column for cell in ran) for column in columns)
+    size = (max(7.0, 4.2 * across), down * (1.1 + 0.24 * tall) + 0.9)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = list(figure.subplots(down, across, squeeze=False).flat)
+    for axes, column in zip(panels, columns, strict=False):
+        _panel(axes, [cell for cell in ran if cell.column == column])
+        axes.set_title(_plain(column.name), fontsize=10, loc="left")
+    for axes in panels[len(columns) :]:
+        axes.axis("off")
+    figure.suptitle(_plain(f"{table.name}: {table.score.text}"), fontsize=11)
+    figure.supxlabel(
+        "hollow: the paper; filled: ours, the mean and all seeds. Dark blue: near, light blue: the "
+        "gain comes out, orange: missed, grey: no verdict",
+        fontsize=8,
+    )
+    return _saved(figure, path)
+
+
+def _panel(axes: Axes, cells: Sequence[Compared]) -> None:
+    for place, cell in enumerate(cells):
+        colour = _VERDICTS.get(cell.verdict.partition(",")[0], _NO_VERDICT)
+        seeds = list(cell.ours.scores.values()) if cell.ours else []
+        mean, theirs = fmean(seeds), cell.published.value
+        if theirs is not None:
+            axes.plot([theirs, mean], [place, place], color=colour, linewidth=1)
+            axes.plot(theirs, place, "D", markerfacecolor="white", color=colour, markersize=6)
+        axes.plot(seeds, [place] * len(seeds), "|", color=colour, markersize=8)
+        axes.plot(mean, place, "o", color=colour, markersize=6)
+    axes.set_yticks(range(len(cells)), [_plain(cell.row.name) for cell in cells], fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3)
+
+
+def _plain(text: str) -> str:
+    """Keep matplotlib from reading a name as a formula."""
+    return text.replace("$", r"\$")
+
+
+def _saved(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path
