@@ -32,11 +32,14 @@ feddyn() { # FedLAW's Table 3: does FedDyn diverge by the clients' momentum?
     try "momentum 0" --rounds 40 --set local.momentum=0.0
 }
 
-feddf() { # FedLAW's Table 3: does FedDF collapse by the server's optimiser?
+feddf() { # FedLAW's Table 3: do FedDF and FedBE collapse by the server's optimiser?
     cell feddf fedlaw/table3 feddf "fmnist lenet a0.1"
     try "adam 1e-4" --rounds 50 --set "method=feddf(lr=0.0001, betas=(0.5, 0.999), cosine=False, clip=0.0)"
     try "sgd 0.08" --rounds 50 \
         --set "method=feddf(optimiser='sgd', lr=0.08, betas=(0.9, 0.999), cosine=False, clip=0.0)"
+    cell fedbe fedlaw/table3 fedbe "fmnist lenet a0.1"
+    try "sgd 0.08" --rounds 50 --set "method=fedbe(samples=1, mix='logits', temperature=1.0, epochs=100, \
+optimiser='sgd', lr=0.08, betas=(0.9, 0.999), average_every=0)"
 }
 
 fresh() { # CHANGE METHOD [OPTION...]: without the momentum that lives through the run

@@ -12,14 +12,14 @@ import numpy as np
 
 from fedbasin.papers.beside import NEAR, Compared
 from fedbasin.papers.tables import Table, paper_names
+from fedbasin.report.curves import COLOURS
+from fedbasin.report.partition_figure import as_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by colour-blind readers; papers differ in their marks too.
-_COLOURS = ("#0072B2", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")
-_MARKS = "osv^D"
+_MARKS = "osv^D"  # of the papers, beside their colours
 _VERDICTS = {"near": "#0072B2", "gain": "#56B4E9", "missed": "#D55E00"}
 _NO_VERDICT = "#777777"  # reduced, other data, or nothing in print to compare with
 _ACROSS = 3  # panels in a row
@@ -44,9 +44,8 @@ def draw_all(cells: Sequence[Compared], path: Path) -> Path:
     _against(left, judged, lambda c: (c.published.value, c.ours.mean if c.ours else None))
     line = np.array(left.get_xlim())
     left.fill_between(line, line - NEAR, line + NEAR, color="black", alpha=0.1, linewidth=0)
-    right.set_title(
-        "gain over the baseline, points; grey: at least half of it", fontsize=10, loc="left"
-    )
+    half = "gain over the baseline, points; grey: its direction, and at least half of it"
+    right.set_title(half, fontsize=10, loc="left")
     right.set(xscale="symlog", yscale="symlog")
     _against(right, judged, lambda c: (c.gain_paper, c.gain_ours))
     low, high = right.get_xlim()
@@ -64,7 +63,7 @@ def draw_all(cells: Sequence[Compared], path: Path) -> Path:
 def _against(axes: Axes, cells: Sequence[Compared], pair: Pair) -> None:
     """Draw one dot for every cell that has both numbers, and where they are equal."""
     reach = [0.0]
-    for name, colour, mark in zip(paper_names(), _COLOURS, _MARKS, strict=True):
+    for name, colour, mark in zip(paper_names(), COLOURS, _MARKS, strict=False):
         mine = [pair(cell) for cell in cells if cell.table.name.startswith(f"{name}/")]
         found = [(x, y) for x, y in mine if x is not None and y is not None]
         if found:
@@ -100,10 +99,10 @@ def draw_table(table: Table, cells: Sequence[Compared], path: Path) -> Path:
     panels = list(figure.subplots(down, across, squeeze=False).flat)
     for axes, column in zip(panels, columns, strict=False):
         _panel(axes, [cell for cell in ran if cell.column == column])
-        axes.set_title(_plain(column.name), fontsize=10, loc="left")
+        axes.set_title(as_text(column.name), fontsize=10, loc="left")
     for axes in panels[len(columns) :]:
         axes.axis("off")
-    figure.suptitle(_plain(f"{table.name}: {table.score.text}"), fontsize=11)
+    figure.suptitle(as_text(f"{table.name}: {table.score.text}"), fontsize=11)
     figure.supxlabel(
         "hollow: the paper; filled: ours, the mean and all seeds. Dark blue: near, light blue: the "
         "gain comes out, orange: missed, grey: no verdict",
@@ -122,14 +121,9 @@ def _panel(axes: Axes, cells: Sequence[Compared]) -> None:
             axes.plot(theirs, place, "D", markerfacecolor="white", color=colour, markersize=6)
         axes.plot(seeds, [place] * len(seeds), "|", color=colour, markersize=8)
         axes.plot(mean, place, "o", color=colour, markersize=6)
-    axes.set_yticks(range(len(cells)), [_plain(cell.row.name) for cell in cells], fontsize=8)
+    axes.set_yticks(range(len(cells)), [as_text(cell.row.name) for cell in cells], fontsize=8)
     axes.invert_yaxis()
     axes.grid(alpha=0.3)
-
-
-def _plain(text: str) -> str:
-    """Keep matplotlib from reading a name as a formula."""
-    return text.replace("$", r"\$")
 
 
 def _saved(figure: Figure, path: Path) -> Path:
