@@ -19,6 +19,20 @@ def test_what_clients_hold_goes_to_a_file_and_back(tmp_path):
     assert found.classes == NAMES and found.counts.tolist() == COUNTS.tolist()
     table = pandas.read_csv(path)
     assert table["rows"].tolist() == [3, 0, 18] and table["client"].tolist() == [0, 1, 2]
+    assert found.corrupted == frozenset() and len(table.columns) == 2 + len(NAMES)
+
+
+@pytest.mark.parametrize("names", [NAMES, ("corrupted", *NAMES[1:])], ids=["plain", "like a class"])
+@pytest.mark.parametrize("corrupted", [frozenset(), frozenset({0, 2})], ids=["none", "two"])
+def test_corrupted_clients_are_marked_and_read_back(tmp_path, names, corrupted):
+    path = tmp_path / "partition.csv"
+    path.write_bytes(Holdings(names, COUNTS, corrupted).to_csv().encode())
+    found = Holdings.read(path)
+    assert found.classes == names and found.counts.tolist() == COUNTS.tolist()
+    assert found.corrupted == corrupted
+    if corrupted:
+        table = pandas.read_csv(path)
+        assert table[table["corrupted"]]["client"].tolist() == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -29,6 +43,7 @@ def test_what_clients_hold_goes_to_a_file_and_back(tmp_path):
         "client,rows,a\n0,1,x\n",
         "a,b,c\n0,1,1\n",
         "client,rows,a\n0,1,-1\n",
+        "client,rows,corrupted,a\n0,1,True,1\n1,1\n",
     ],
 )
 def test_another_table_is_refused_by_name(tmp_path, text):

@@ -102,7 +102,9 @@ def test_corrupted_clients_have_other_labels_and_the_same_rows():
     assert np.array_equal(before.splits.train.inputs, after.splits.train.inputs)
     assert np.array_equal(before.splits.test.labels, after.splits.test.labels)
     others = before.splits.train.labels != after.splits.train.labels
-    assert sum(others[mine].any() for mine in after.parts.clients) == 5
+    corrupted = {i for i, mine in enumerate(after.parts.clients) if others[mine].any()}
+    assert len(corrupted) == 5 and not before.corrupted
+    assert after.corrupted == build(some).holdings.corrupted == corrupted
     assert before.splits.train.labels.dtype == after.splits.train.labels.dtype
 
 

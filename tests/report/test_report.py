@@ -1,11 +1,13 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from report.making import HOSTILE, make_run
 from scipy import stats
 
+from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder
 from fedbasin.report.curves import draw_curves
 from fedbasin.report.figures import write_figures
@@ -198,6 +200,16 @@ def test_runs_that_share_clients_share_their_picture(tmp_path):
             make_run(tmp_path / f"{method}{seed}", method, seed)
     found = shared_holdings(read_runs(find_runs([tmp_path])))
     assert [title for title, _ in found] == ["seed 0", "seed 1"]
+
+
+def test_a_picture_says_how_many_clients_are_corrupted(tmp_path):
+    for name, corrupted in (("a", frozenset()), ("b", frozenset({1, 2}))):
+        folder = make_run(tmp_path / name, local__lr=0.1 + len(corrupted))
+        held = Holdings.read(folder.partition)
+        folder.partition.write_text(replace(held, corrupted=corrupted).to_csv())
+    found = shared_holdings(read_runs(find_runs([tmp_path])))
+    assert [title for title, _ in found] == ["seed 0", "seed 0, 2 corrupted"]
+    assert [held.corrupted for _, held in found] == [frozenset(), {1, 2}]
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

@@ -20,18 +20,21 @@ class Holdings:
     Args:
         classes: the name of every class, by label.
         counts: rows of each class that each client holds, [N, C].
+        corrupted: the clients that have labels exchanged.
     """
 
     classes: tuple[str, ...]
     counts: NDArray[np.int64]
+    corrupted: frozenset[int] = frozenset()
 
     def to_csv(self) -> str:
-        """Write one line a client: its number, its rows and its rows of every class."""
+        """Write one line a client: number, rows, whether corrupted if any is, rows by class."""
         out = io.StringIO()
         writer = csv.writer(out)
-        writer.writerow(["client", "rows", *self.classes])
+        mark = ["corrupted"] if self.corrupted else []
+        writer.writerow(["client", "rows", *mark, *self.classes])
         for client, row in enumerate(self.counts.tolist()):
-            writer.writerow([client, sum(row), *row])
+            writer.writerow([client, sum(row), *(client in self.corrupted for _ in mark), *row])
         return out.getvalue()
 
     @classmethod
@@ -42,8 +45,11 @@ class Holdings:
                 header, *rows = csv.reader(file)
             if header[:2] != ["client", "rows"]:
                 raise ValueError("its columns are not client, rows and one for each class")
-            classes = tuple(header[2:])
-            counts = np.array([[int(cell) for cell in row[2:]] for row in rows], dtype=np.int64)
+            marks = [row[2:3] for row in rows] if header[2:3] == ["corrupted"] else []
+            corrupted = frozenset(at for at, mark in enumerate(marks) if mark == ["True"])
+            first = 3 if corrupted else 2  # a class may have that name too
+            classes = tuple(header[first:])
+            counts = np.array([[int(cell) for cell in row[first:]] for row in rows], dtype=np.int64)
             counts = counts.reshape(len(rows), len(classes))
         except (ValueError, OverflowError, csv.Error) as error:
             raise RecordError(
@@ -51,4 +57,4 @@ class Holdings:
             ) from error
         if counts.size and counts.min() < 0:
             raise RecordError(f"{path} says that a client holds less than no rows; remove it")
-        return cls(classes, counts)
+        return cls(classes, counts, corrupted)

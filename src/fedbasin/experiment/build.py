@@ -45,6 +45,7 @@ class Rows:
     splits: data.Splits
     parts: partition.Partition
     classes: int
+    corrupted: frozenset[int] = frozenset()  # clients with exchanged labels
 
 
 def pick_device(name: str) -> torch.device:
@@ -96,14 +97,17 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
     parts = how(pool, experiment.partition.clients, key.fold("partition").numpy())
     if experiment.partition.hold_out:
         parts = parts.hold_out(experiment.partition.hold_out, key.fold("hold out").numpy())
+    corrupted: frozenset[int] = frozenset()
     if experiment.partition.corrupted:
         share, draws = experiment.partition.corrupted, key.fold("corrupted").numpy()
         try:
             labels = partition.exchange_labels(train.labels, parts, classes, share, draws)
         except ValueError as error:
             raise ConfigError(f"partition.corrupted: {error}") from error
+        others = labels != train.labels
+        corrupted = frozenset(i for i, mine in enumerate(parts.clients) if others[mine].any())
         train = replace(train, labels=labels)
-    return Rows(data.Splits(train, proxy, splits.test), parts, classes)
+    return Rows(data.Splits(train, proxy, splits.test), parts, classes, corrupted)
 
 
 def build(
@@ -155,6 +159,7 @@ def build(
     sgd, batch = _sgd(experiment), experiment.local.batch
     trainer = Trainer(net, method.rules(), sgd, batch, transform, rows.classes)
     _say_cautions(method, experiment, net, population)
+    counts = population.class_counts(rows.classes).cpu().numpy()
     participation: Choice = parse(experiment.sim.participation, "participation")
     eligible = np.flatnonzero(population.sizes > 0)
     draw_cohort(participation, eligible, key, 0)  # says what is wrong before the run
@@ -177,7 +182,7 @@ def build(
         client_archive=client_archive,
         # Last: what starts processes does so once nothing else can be wrong.
         executor=pick_executor(experiment, trainer, population, key),
-        holdings=Holdings(dataset.classes, population.class_counts(rows.classes).cpu().numpy()),
+        holdings=Holdings(dataset.classes, counts, rows.corrupted),
         data=identity(dataset.train.labels, dataset.test.labels, rows.parts.clients),
     )
 

@@ -109,16 +109,18 @@ def shared_holdings(runs: Sequence[Run]) -> list[tuple[str, Holdings]]:
     """Return who holds what, once for all runs that share it, and say which runs these are."""
     shared: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
-        if run.holdings is not None:
-            key = (run.holdings.classes, run.holdings.counts.tobytes())
+        if (held := run.holdings) is not None:
+            key = (held.classes, held.counts.tobytes(), held.corrupted)
             shared.setdefault(key, []).append(run)
     several = len({run.settings.get("partition.how") for run in runs}) > 1
     found = []
     for members in shared.values():
         seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in members}))
         how = f"{members[0].settings.get('partition.how')}, " if several else ""
-        assert members[0].holdings is not None
-        found.append((f"{how}seed {seeds}", members[0].holdings))
+        held = members[0].holdings
+        assert held is not None
+        wrong = f", {len(held.corrupted)} corrupted" if held.corrupted else ""
+        found.append((f"{how}seed {seeds}{wrong}", held))
     return found
 
 
