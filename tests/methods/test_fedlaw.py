@@ -347,12 +347,16 @@ def test_full_batches_and_small_steps_never_raise_the_proxy_loss(learn):
     assert all(after < before for before, after in itertools.pairwise(losses))
 
 
-def test_identical_models_move_gamma_alone():
-    server, replies, context = merged_in_a_round(1)
-    same = replace(replies, models=replies.models[:1].repeat(4, 1))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_identical_models_move_gamma_alone(dtype):
+    server, replies, context = merged_in_a_round(1, dtype=dtype)
+    same = replies.take(torch.tensor([0, 0, 0]))
     served, _ = FedLAW(guard=0).aggregate((), server, same, context)
-    torch.testing.assert_close(served.notes.lambdas, shares(replies.weights), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(served.notes.lambdas, shares(same.weights), rtol=1e-14, atol=0)
     assert abs(float(served.notes.gamma) - 1) > 0.05
+    same.models[2] += 0.1  # one that differs is enough for all to move
+    served, _ = FedLAW(guard=0).aggregate((), server, same, context)
+    assert not torch.isclose(served.notes.lambdas, shares(same.weights), rtol=1e-3).any()
 
 
 def test_permuting_the_clients_permutes_lambda():

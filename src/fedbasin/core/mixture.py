@@ -52,6 +52,11 @@ class Mixture:
         amounts = self.curve.amount(free)
         return amounts[:-1] / amounts[:-1].sum(), amounts[-1]
 
+    @property
+    def differ(self) -> bool:
+        """Whether the models differ; where they do not, z moves nothing but rounding."""
+        return any(not torch.equal(model, self.models[0]) for model in self.models[1:])
+
     def mean(self, weights: Tensor) -> Tensor:
         """Return m [P], the merged model before it shrinks."""
         mean = weighted_mean(self.models, weights)

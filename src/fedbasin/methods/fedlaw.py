@@ -202,7 +202,7 @@ class FedLAW(Method):
         self, stage: Stage, free: Tensor, merge: Mixture, proxy: Proxy
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return which of (z, c) move, 1 or 0, and their lower and upper ends."""
-        moves = torch.full_like(free, float(stage.weights))
+        moves = torch.full_like(free, float(stage.weights and merge.differ))
         moves[-1] = float(stage.gamma)
         lowest, highest = torch.full_like(free, -math.inf), torch.full_like(free, math.inf)
         if stage.gamma and self.guard:
