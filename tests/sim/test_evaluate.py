@@ -53,3 +53,22 @@ def test_models_are_seen_with_the_statistics_given_and_with_the_rows_asked_for()
     for statistics, used in ((given, given), (None, buffers)):
         loss = nn.functional.cross_entropy(net(vector, inputs.double(), used).logits, labels)
         assert examiner.score(vector, statistics).loss == pytest.approx(loss.item())
+
+
+def test_the_servers_rows_lie_in_memory_as_the_network_runs_fastest():
+    seen = []
+
+    class Watched(nn.Sequential):
+        def forward(self, images):
+            seen.append(images.is_contiguous(memory_format=torch.channels_last))
+            return super().forward(images)
+
+    net = Net(Watched(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 2)), dtype=torch.float64)
+    inputs = torch.from_numpy(np.random.default_rng(0).random((5, 3, 5, 5)))
+    examiner = Examiner(net, inputs, torch.zeros(5).long(), lambda raw, key: raw, 2, chunk=2)
+    vector = net.initial()[0].requires_grad_()
+    as_stored = nn.functional.cross_entropy(net(vector, inputs).logits, examiner.labels)
+    found = examiner.loss(vector)
+    assert seen == [False, True, True, True]  # three chunks
+    torch.testing.assert_close(found, as_stored)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, vector) for loss in (found, as_stored)))

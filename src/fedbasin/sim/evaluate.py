@@ -55,7 +55,7 @@ class Examiner:
         """Return the logits [n, classes] of a model, differentiable in the vector."""
         raw = self.inputs if rows is None else self.inputs[rows]
         parts = [
-            self.net(vector, self.transform(part, None), self.buffers).logits
+            self.net(vector, self.net.arranged(self.transform(part, None)), self.buffers).logits
             for part in raw.split(self.chunk)
         ]
         return torch.cat(parts)
