@@ -144,6 +144,16 @@ def test_the_sheet_has_every_digit_and_pandas_opens_it():
     assert pandas.isna(lost.verdict)
 
 
+def test_a_seed_that_diverged_is_counted_and_has_no_score():
+    cell = picked(cells_of("fedlaw/table1"), "simplecnn noniid", "gamma 1")
+    assert (cell.values["seeds"], cell.values["seeds_scored"]) == (2, 1)
+
+
+def test_rounds_are_shown_whole():
+    cell = picked(cells_of("ima/table2"), "fedavg", "ts150")
+    assert cell.line.cells[2:4] == ("318", "344 (1 seed)")
+
+
 def test_the_share_of_the_data_is_that_of_the_run_with_the_least():
     (some,) = [c for c in cells_of("ima/table1") if c.ours and len(c.ours.results) > 1][:1]
     whole, half = some.ours.results

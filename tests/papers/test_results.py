@@ -462,17 +462,17 @@ def test_docs_papers_is_what_the_results_say():
 
 
 def test_the_page_shows_a_result_with_its_device_and_reason(monkeypatch):
-    monkeypatch.setattr("fedbasin.papers.page.table_names", lambda: ("ima/table1",))
-    monkeypatch.setattr(
-        "fedbasin.papers.page.load_table", lambda name: replace(TABLE, name="ima/t")
-    )
+    text = TOML.replace('name = "b"\n', 'name = "b"\n[[columns]]\nname = "c"\ncannot = "no data"\n')
+    table = read_table(text.replace("50.0]", "50.0, 1]").replace("60.0]", "60.0, 1]"), "ima/t")
+    monkeypatch.setattr("fedbasin.papers.page.table_names", lambda: ("ima/t", "ima/t"))
+    monkeypatch.setattr("fedbasin.papers.page.load_table", lambda name: table)
     mine = [
-        line("scaffold", "b", 0, 10.0, table=replace(TABLE, name="ima/t"), device="a GPU"),
-        line("fedavg", "a", 0, 50.0, table=replace(TABLE, name="ima/t"), rounds=10),
+        line("scaffold", "b", 0, 10.0, table=table, device="a GPU"),
+        line("fedavg", "a", 0, 50.0, table=table, rounds=10),
     ]
     text = page(mine)
     assert "| scaffold | b | 60.00 | 10.00 (1 seed) | -50.00 | +10.00 | - | missed |" in text
     assert "- Found (`scaf*; b`): another split" in text and "Run on a GPU, cpu." in text
     assert "50.00 (1 seed), reduced: 10 of 100 rounds" in text
     # cells, can run, at full length, near, gain, missed, reduced
-    assert "| ima/t | 4 | 4 | 1 | 0 | 0 | 1 | 1 |\n| **all** | 4 | 4 | 1 | 0 | 0 | 1 | 1 |" in text
+    assert "| ima/t | 6 | 4 | 1 | 0 | 0 | 1 | 1 |\n| **all** | 12 | 8 | 2 | 0 | 0 | 2 | 2 |" in text
