@@ -55,6 +55,7 @@ def test_a_table_has_a_panel_for_each_column_that_was_run(drawn):
     axes = panels["cifar10 cnn dir0.1"]
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == [row.name for row in table.rows]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first row is at the top
     theirs, mine = dots(axes, "D"), dots(axes, "o")
     colours = {"near": "#0072B2", "gain": "#56B4E9", "missed": "#D55E00"}
     for place, name in enumerate(names):
@@ -67,6 +68,16 @@ def test_a_table_has_a_panel_for_each_column_that_was_run(drawn):
     grey = dots(panels["fmnist cnn dir0.1"], "o")  # the paper's number is lost: no verdict
     assert {colour for _, y, colour in grey if y == 0} == {"#777777"}
     assert {y for _, y, _ in dots(panels["fmnist cnn dir0.1"], "D")} == {14, 15}  # FedGMA's
+
+
+def test_a_miss_without_a_reason_is_a_miss(drawn):
+    table = load_table("ima/table1")
+    missed = replace(
+        picked(cells_of(table.name), "fedgma", "cifar10 cnn dir0.1"),
+        verdict="missed, no reason yet",
+    )
+    picture.draw_table(table, [missed], "path")
+    assert {colour for *_, colour in dots(drawn["path"].axes[0], "o")} == {"#D55E00"}
 
 
 def test_a_table_without_a_score_is_not_drawn(drawn):
@@ -94,6 +105,15 @@ def test_at_a_glance_every_cell_with_a_verdict_is_one_dot(drawn):
         (low, high), others = axes.get_xlim(), axes.get_ylim()
         assert others == (low, high)
         assert low <= min(map(min, both)) and max(map(max, both)) <= high
+    near, half = (
+        lambda x, y, axes=axes: any(
+            path.contains_point((x, y)) for grey in axes.collections for path in grey.get_paths()
+        )
+        for axes in (accuracy, gain)
+    )
+    assert near(50, 52.9) and near(50, 47.1) and not near(50, 53.1) and not near(50, 46.9)
+    assert half(4, 2.1) and half(4, 9) and not half(4, 1.9)
+    assert half(-4, -2.1) and half(-4, -7.9) and not half(-4, -1.9) and not half(-4, -8.1)
     fedlaw = sum(c.table.name.startswith("fedlaw/") and c.ours.mean is not None for c in judged)
     labels = [text.get_text() for text in accuracy.get_legend().get_texts()]
     assert f"fedlaw, {fedlaw} cells" in labels
