@@ -47,12 +47,15 @@ class Clients:
         mail: the way to the nodes.
         counts: whether nodes are asked for their rows by class.
         patience: seconds that a query or a missing node is waited for.
+        total: how many clients there are in all, N; 0 where nodes have to say.
+        before: N of the run that is gone on with, which nodes without a name keep to.
     """
 
     mail: Mailbox
     counts: bool = False
     patience: float = 600.0
-    total: int = 0  # how many clients there are in all, N
+    total: int = 0
+    before: int = 0
     anonymous: bool = False  # whether nodes do not say who they are
     _seats: dict[int, Seat] = field(default_factory=dict)  # by node
     _open: dict[str, int] = field(default_factory=dict)  # questions without an answer, by message
@@ -77,8 +80,7 @@ class Clients:
                 said = waited
                 _log.info(
                     "Waiting for nodes to connect: %d connected (minimum required: %d).",
-                    len(found),
-                    least,
+                    *(len(found), least),
                 )
             time.sleep(1)
         return found
@@ -235,7 +237,7 @@ class Clients:
         nodes = [n for n in self._nameless if n in listed and self._pause[n][1] > _FIRST_PAUSE]
         if self.anonymous or self._seats or len(nodes) < max(least, 1):
             return False
-        self.anonymous, self.total = True, len(nodes)
+        self.anonymous, self.total = True, self.before or len(nodes)
         _log.warning(
             "No node says which client it is, so they are numbered as they come, and cohorts "
             "cannot be repeated by seed; fedbasin's ClientApp answers. (%s)",
