@@ -182,6 +182,34 @@ def test_a_loss_beyond_the_models_type_is_refused():
     assert all("merge_refused" not in r.notes for r in strategy.journal.records)
 
 
+@pytest.mark.parametrize(
+    ("loss", "told"), [(float("nan"), "nan, expected a finite"), (1e300, "1e+300, beyond torch.fl")]
+)
+def test_a_loss_of_any_flower_client_that_is_no_loss_is_refused(loss, told):
+    """FedCDA picks by losses: one that is NaN would stop every merge."""
+
+    def tamper(client, reply):
+        if client == CULPRIT:
+            del reply.content["metrics"]["steps"]
+            reply.content["metrics"]["train_loss"] = loss
+        return [reply]
+
+    strategy = run("fedcda(warmup=0)", tamper, dtype=torch.float32)
+    (reason,) = strategy.journal.refused
+    assert reason.startswith(f"client {CULPRIT}: train_loss is {told}")
+    assert all("merge_refused" not in r.notes for r in strategy.journal.records)
+
+
+def test_any_flower_client_may_keep_its_loss_to_itself():
+    def tamper(client, reply):
+        for key in ("steps", "train_loss"):
+            del reply.content["metrics"][key]
+        return [reply]
+
+    strategy = run(tamper=tamper)
+    assert not strategy.journal.refused and [r.replies for r in strategy.journal.records] == [6, 6]
+
+
 def test_empty_text_in_a_reply_is_no_reason_to_stop():
     def noted(client, reply):
         if client == CULPRIT:

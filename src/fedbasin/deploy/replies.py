@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -181,11 +182,12 @@ class Collector:
         own = "steps" in metrics
         if self.rules and not (own and "server-round" in metrics and "partition-id" in metrics):
             raise Refused("the method has client rules, which only fedbasin's ClientApp follows")
-        loss = metrics.get("train_loss", metrics.get("train-loss"))
-        found = float(loss) if isinstance(loss, int | float) else float("nan")
-        largest = torch.finfo(self.codec.dtype).max
-        if own and abs(number(metrics, "last-loss")) > largest:
-            raise Refused(f"last-loss is {metrics['last-loss']}, beyond {self.codec.dtype}")
+        key = "train_loss" if "train_loss" in metrics else "train-loss"
+        told = isinstance(metrics.get(key), int | float)  # few methods ask for it
+        mean_loss = number(metrics, key) if told else math.nan
+        key, last_loss = ("last-loss", number(metrics, "last-loss")) if own else (key, mean_loss)
+        if abs(last_loss) > torch.finfo(self.codec.dtype).max:
+            raise Refused(f"{key} is {last_loss}, beyond {self.codec.dtype}")
         for key in ("lr-sum", "length") if own else ():  # updates are divided by them
             if 0 < number(metrics, key, least=0) < 1e-12:
                 raise Refused(f"{key} is {metrics[key]}, expected 0 or at least 1e-12")
@@ -195,8 +197,8 @@ class Collector:
             steps=number(metrics, "steps", least=0) if own else 1.0,
             lr_sum=number(metrics, "lr-sum", least=0) if own else self.plan.lr,
             length=number(metrics, "length", least=0) if own else 1.0,
-            last_loss=number(metrics, "last-loss") if own else found,
-            mean_loss=found,
+            last_loss=last_loss,
+            mean_loss=mean_loss,
         )
 
     def _reports(self, reply: Message) -> tuple[Any, ...]:
