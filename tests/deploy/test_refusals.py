@@ -281,6 +281,22 @@ def test_an_app_that_raises_costs_its_client_the_round(caplog):
     assert any("client 2): ValueError: no data today" in r.getMessage() for r in caplog.records)
 
 
+def test_a_node_that_flower_answers_for_is_named_and_counts_as_silent(caplog):
+    def tamper(client, reply):
+        if client != CULPRIT:
+            return [reply]
+        gone = Message(Error(5, "Error: Node Unavailable"), reply_to=reply)
+        gone.metadata.__dict__.update(reply.metadata.__dict__, _src_node_id=1)  # the SuperLink's
+        return [gone]
+
+    with caplog.at_level(logging.WARNING, "flwr"):
+        strategy = run(tamper=tamper, rounds=1)
+    node = strategy._cohort.asked[CULPRIT]
+    told = f"no reply from client {CULPRIT} (node {node}): Error: Node Unavailable"
+    assert any(told in r.getMessage() for r in caplog.records)
+    assert strategy._clients._silent == {node} and strategy.journal.records[0].replies == 5
+
+
 def test_a_report_of_another_shape_is_refused():
     def tamper(client, reply):
         if client == CULPRIT:

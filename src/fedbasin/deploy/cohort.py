@@ -82,6 +82,7 @@ class Cohort:
     bytes_down: int = 0
     refused: int = 0
     _failed: set[int] = field(default_factory=set)  # clients that are not asked again
+    _sent: dict[str, int] = field(default_factory=dict)  # the node of each message
 
     def messages(self, chosen: Iterable[int]) -> list[Message]:
         """Return what is sent to clients that were asked."""
@@ -98,6 +99,7 @@ class Cohort:
         mail, began, said = self.clients.mail, time.monotonic(), -10.0
         sent = mail.send(messages)
         while True:
+            self._sent |= sent
             yield from mail.replies(sent, self.timeout, self._gave_up)
             self._outvote(last=False)
             missing = self.least - self.collector.agreed()
@@ -122,10 +124,12 @@ class Cohort:
     def collect(self, replies: Iterable[Message]) -> None:
         """Take what is good, refuse the rest by name."""
         for reply in replies:
-            node = reply.metadata.src_node_id
+            node = self._sent.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
+            if reply.has_error() and reply.error.code not in _CLIENT_FAULTS:
+                self._gave_up(node, fault(reply))  # Flower answers for a node that is gone
+                continue
             client = self.clients.client(node)
-            raised = reply.has_error() and reply.error.code in _CLIENT_FAULTS
-            self.clients.heard(node, answered=raised or not reply.has_error())
+            self.clients.heard(node, answered=True)
             try:
                 if reply.has_error():
                     self._error(client, node, reply)
@@ -162,10 +166,9 @@ class Cohort:
         _log.warning(what, self.round, who, node, reason)
 
     def _error(self, client: int | None, node: int, reply: Message) -> None:
-        _log.warning(
-            "\t> Received error in reply from node %d (client %s): %s", node, client, fault(reply)
-        )
-        if client is not None and reply.error.code in _CLIENT_FAULTS:
+        what = "\t> Received error in reply from node %d (client %s): %s"
+        _log.warning(what, node, client, fault(reply))
+        if client is not None:
             self._failed.add(client)
 
     def _again(self, missing: int) -> list[Message]:
@@ -182,6 +185,5 @@ class Cohort:
     def _gave_up(self, node: int, reason: str) -> None:
         client = self.clients.client(node)
         self.clients.heard(node, answered=False)
-        _log.warning(
-            "round %d: no reply from client %s (node %d): %s", self.round, client, node, reason
-        )
+        what = "round %d: no reply from client %s (node %d): %s"
+        _log.warning(what, self.round, client, node, reason)
