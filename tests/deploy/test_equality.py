@@ -126,6 +126,7 @@ def test_averaging_as_replies_arrive_equals_the_matrix(expression):
     federation, rounds = simulated(expression, participation="count(clients=4)")
     strategy, _, _ = deployed(federation, stream=True)
     assert strategy._cohort.collector.stream is not None
+    assert (strategy.journal.merged == 3).sum() == 4  # all of the cohort, not its mean alone
     torch.testing.assert_close(strategy._server.send, rounds[-1][0].send, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(strategy._server.score, rounds[-1][0].score, rtol=1e-9, atol=1e-11)
 

@@ -92,15 +92,27 @@ def test_one_broken_array_costs_one_client_its_round(stream):
 
     strategy = run(tamper=tamper, stream=stream)
     assert [r.replies for r in strategy.journal.records] == [5, 5]
-    assert all(why.startswith(f"client {CULPRIT}: ") for why in strategy.tally.refused)
+    assert all(why.startswith(f"client {CULPRIT}: ") for why in strategy.journal.refused)
 
 
 def test_rows_beyond_what_can_be_summed_are_refused():
     assert number({"num-examples": 2**53}, "num-examples", least=0) == 2**53
     strategy = run(tamper=lambda c, r: [changed(r, num_examples=1.7e308) if c == CULPRIT else r])
-    assert list(strategy.tally.refused) == [
+    assert list(strategy.journal.refused) == [
         f"client {CULPRIT}: num-examples is 1.7e+308, expected at most 9.0072e+15"
     ]
+
+
+def test_what_a_client_sends_does_not_fill_the_checkpoint(monkeypatch):
+    monkeypatch.setattr("fedbasin.deploy.cohort._MOST_REASONS", 2)
+    long = [[0.5] * 1000, [1.5] * 1000, [2.5] * 1000]
+
+    def tamper(client, reply):
+        return [changed(reply, num_examples=long.pop()) if client == CULPRIT else reply]
+
+    refused = run(tamper=tamper, rounds=3).journal.refused
+    assert len(refused) == 3 and refused[f"client {CULPRIT}"] == 1
+    assert all(why.startswith(f"client {CULPRIT}") and len(why) < 400 for why in refused)
 
 
 def test_a_negative_variance_is_refused():
@@ -140,7 +152,7 @@ def reporting(culprits, tree):
 def test_the_first_to_answer_does_not_decide_how_reports_are_shaped(tree):
     for culprit in range(6):  # one of them is the first
         strategy = run("scaffold", reporting({culprit}, tree), rounds=1)
-        assert list(strategy.tally.refused) == [
+        assert list(strategy.journal.refused) == [
             f"client {culprit}: its report is shaped unlike the other clients'"
         ]
         assert strategy.journal.records[0].replies == 5
@@ -163,7 +175,7 @@ def test_a_state_that_is_not_finite_is_not_kept():
     before = Server(0, vector, vector, buffers, method.init(vector, context))
     replies = replies_of(torch.tensor([[1e25] * 4, [1.0] * 4]))
     collected = Collected(replies, torch.zeros(2, 0), torch.ones(2, dtype=torch.float64))
-    after, record = Merger(method).merge(before, collected, context, lambda *_: None)
+    after, record, _ = Merger(method).merge(before, collected, context, lambda *_: None)
     assert after is before and record.notes == {"merge_refused": 1.0}
 
 
@@ -180,7 +192,7 @@ def test_one_of_two_that_reports_oddly_does_not_get_the_other_refused():
     arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
     strategy.start(LocalGrid(app_for(federation), 6, silent), arrays, num_rounds=12, timeout=0.5)
     why = "its report is shaped unlike the other clients'"
-    assert set(strategy.tally.refused) == {f"client {CULPRIT}: {why}"}
+    assert set(strategy.journal.refused) == {f"client {CULPRIT}: {why}"}
     assert all(r.replies >= 2 for r in strategy.journal.records)
 
 
@@ -233,7 +245,7 @@ def test_a_far_update_brings_no_statistics_and_no_loss(action):
     named = []
     merger = Merger(parse("fedavg", "method"), guard=Guard(5.0, action))
     context = Context(codec.layout, 10, 1, root(0))
-    after, record = merger.merge(
+    after, record, _ = merger.merge(
         Server(0, vector, vector, buffers, ()), collected, context, lambda c, why: named.append(c)
     )
     assert named == [7]

@@ -84,7 +84,7 @@ def test_a_method_with_client_rules_says_what_it_needs(quickstart):
     strategy = FedbasinStrategy("scaffold", min_train_nodes=1, patience=0.5)
     with pytest.raises(RuntimeError, match="0 of 1 replies"):
         started(strategy, quickstart, rounds=1, timeout=0.5)
-    assert all("only fedbasin's ClientApp" in reason for reason in strategy.tally.refused)
+    assert all("only fedbasin's ClientApp" in reason for reason in strategy.journal.refused)
 
 
 def test_flwr_run_simulates_it(tmp_path):

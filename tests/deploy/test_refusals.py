@@ -125,8 +125,8 @@ def test_a_bad_reply_is_refused_named_and_counted(fault, stream, caplog):
     assert [r.replies for r in strategy.journal.records] == [5, 5]
     assert [r.dropped for r in strategy.journal.records] == [1, 1]
     assert [r.refused for r in strategy.journal.records] == [1, 1]
-    reason = next(iter(strategy.tally.refused))
-    assert strategy.tally.refused.total() == 2
+    reason = next(iter(strategy.journal.refused))
+    assert strategy.journal.refused.total() == 2
     who = f"client {CULPRIT}"
     assert words in reason and reason.startswith(who)
     assert any(words in r.getMessage() and who in r.getMessage() for r in caplog.records)
@@ -177,9 +177,37 @@ def test_a_loss_beyond_the_models_type_is_refused():
         return [changed(reply, last_loss=1e300) if client == CULPRIT else reply]
 
     strategy = run("fedcda(warmup=0)", tamper, dtype=torch.float32)
-    (reason,) = strategy.tally.refused
+    (reason,) = strategy.journal.refused
     assert reason == f"client {CULPRIT}: last-loss is 1e+300, beyond torch.float32"
     assert all("merge_refused" not in r.notes for r in strategy.journal.records)
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"), [(float("nan"), "nan, expected a finite"), (1e300, "1e+300, beyond torch.fl")]
+)
+def test_a_loss_of_any_flower_client_that_is_no_loss_is_refused(loss, told):
+    """FedCDA picks by losses: one that is NaN would stop every merge."""
+
+    def tamper(client, reply):
+        if client == CULPRIT:
+            del reply.content["metrics"]["steps"]
+            reply.content["metrics"]["train_loss"] = loss
+        return [reply]
+
+    strategy = run("fedcda(warmup=0)", tamper, dtype=torch.float32)
+    (reason,) = strategy.journal.refused
+    assert reason.startswith(f"client {CULPRIT}: train_loss is {told}")
+    assert all("merge_refused" not in r.notes for r in strategy.journal.records)
+
+
+def test_any_flower_client_may_keep_its_loss_to_itself():
+    def tamper(client, reply):
+        for key in ("steps", "train_loss"):
+            del reply.content["metrics"][key]
+        return [reply]
+
+    strategy = run(tamper=tamper)
+    assert not strategy.journal.refused and [r.replies for r in strategy.journal.records] == [6, 6]
 
 
 def test_empty_text_in_a_reply_is_no_reason_to_stop():
@@ -196,7 +224,7 @@ def test_a_second_reply_in_a_round_is_refused():
     strategy = run(tamper=lambda c, r: [r, r] if c == CULPRIT else [r])
     whole = trajectory(parse("fedavg", "method"), rounds=2, participation="fraction(rate=1.0)")
     torch.testing.assert_close(strategy._server.send, whole[-1].send, rtol=1e-9, atol=1e-11)
-    assert strategy.tally.refused == {f"client {CULPRIT}: it answers twice in one round": 2}
+    assert strategy.journal.refused == {f"client {CULPRIT}: it answers twice in one round": 2}
     assert [r.replies for r in strategy.journal.records] == [6, 6]
 
 
@@ -226,7 +254,7 @@ def test_a_late_reply_is_refused_in_the_next_round():
     arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
     strategy.start(grid, arrays, num_rounds=3, timeout=0.3)
     assert [r.replies for r in strategy.journal.records] == [5, 6, 6]
-    assert strategy.tally.refused == {f"client {CULPRIT}: it came too late": 1}
+    assert strategy.journal.refused == {f"client {CULPRIT}: it came too late": 1}
     assert sum(r.refused for r in strategy.journal.records) == 1
 
 
@@ -249,8 +277,24 @@ def test_an_app_that_raises_costs_its_client_the_round(caplog):
     with caplog.at_level(logging.WARNING, "flwr"):
         strategy = run(tamper=tamper)
     assert [r.replies for r in strategy.journal.records] == [5, 5]
-    assert not strategy.tally.refused
+    assert not strategy.journal.refused
     assert any("client 2): ValueError: no data today" in r.getMessage() for r in caplog.records)
+
+
+def test_a_node_that_flower_answers_for_is_named_and_counts_as_silent(caplog):
+    def tamper(client, reply):
+        if client != CULPRIT:
+            return [reply]
+        gone = Message(Error(5, "Error: Node Unavailable"), reply_to=reply)
+        gone.metadata.__dict__.update(reply.metadata.__dict__, _src_node_id=1)  # the SuperLink's
+        return [gone]
+
+    with caplog.at_level(logging.WARNING, "flwr"):
+        strategy = run(tamper=tamper, rounds=1)
+    node = strategy._cohort.asked[CULPRIT]
+    told = f"no reply from client {CULPRIT} (node {node}): Error: Node Unavailable"
+    assert any(told in r.getMessage() for r in caplog.records)
+    assert strategy._clients._silent == {node} and strategy.journal.records[0].replies == 5
 
 
 def test_a_report_of_another_shape_is_refused():
@@ -260,10 +304,10 @@ def test_a_report_of_another_shape_is_refused():
         return [reply]
 
     strategy = run("scaffold", tamper)
-    (reason,) = strategy.tally.refused
+    (reason,) = strategy.journal.refused
     assert "client 2" in reason and "shaped unlike" in reason
     strategy = run("scaffold", lambda c, r: without(r, "report") if c == CULPRIT else [r])
-    assert list(strategy.tally.refused) == [
+    assert list(strategy.journal.refused) == [
         "client 2: its report is shaped unlike the other clients'"
     ]
 
@@ -276,7 +320,7 @@ def test_clients_that_cannot_follow_the_rules_are_refused():
         return [reply]
 
     strategy = run("fedprox(mu=0.1)", foreign)
-    (reason,) = strategy.tally.refused
+    (reason,) = strategy.journal.refused
     assert "only fedbasin's ClientApp follows" in reason
 
 
@@ -327,7 +371,7 @@ def test_an_update_far_from_the_cohort_is_dropped():
     expected = without_culprit()
     torch.testing.assert_close(strategy._server.send, expected.send, rtol=1e-9, atol=1e-11)
     assert [r.refused for r in strategy.journal.records] == [1, 1]
-    assert all(r.startswith("client 2: its update is") for r in strategy.tally.refused)
+    assert all(r.startswith("client 2: its update is") for r in strategy.journal.refused)
 
 
 @pytest.mark.parametrize("action", ["clip", "drop"])
@@ -359,7 +403,7 @@ def test_two_replies_have_no_majority():
 def test_a_clipped_update_is_named_and_the_run_goes_on():
     strategy = run(tamper=scaled(1e6), guard=Guard(5.0, "clip"))
     assert [r.refused for r in strategy.journal.records] == [1, 1]
-    assert all("client 2" in why and "clipped" in why for why in strategy.tally.refused)
+    assert all("client 2" in why and "clipped" in why for why in strategy.journal.refused)
     whole = trajectory(parse("fedavg", "method"), rounds=2, participation="fraction(rate=1.0)")
     assert float((strategy._server.send - whole[-1].send).norm()) < 10
 
@@ -368,7 +412,7 @@ def test_a_guard_that_finds_nothing_changes_nothing():
     whole = trajectory(parse("fedavg", "method"), rounds=2, participation="fraction(rate=1.0)")
     strategy = run(guard=Guard(1e9))
     torch.testing.assert_close(strategy._server.send, whole[-1].send, rtol=1e-9, atol=1e-11)
-    assert not strategy.tally.refused
+    assert not strategy.journal.refused
     with pytest.raises(ValueError, match="times must be at least 1"):
         Guard(0.5)
     with pytest.raises(ValueError, match="'clip' or 'drop'"):

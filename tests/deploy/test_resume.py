@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pandas
 import pytest
 import torch
@@ -12,13 +13,15 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
 from deploy.grids import LocalGrid, app_for, strategy_for
-from flwr.app import ArrayRecord, Context, RecordDict
+from deploy.test_seats import foreign, telling
+from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.lock import Busy, alone_in
+from fedbasin.core.method import ReplyError
 from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.state import same
-from fedbasin.deploy import FedbasinStrategy
+from fedbasin.deploy import FedbasinStrategy, Guard
 from fedbasin.deploy.keep import OwnState
 from fedbasin.deploy.wire import Refused
 from fedbasin.testing import toy_federation
@@ -112,7 +115,7 @@ def test_the_folder_of_another_method_is_refused(tmp_path):
     federation = federation_of("fedavg")
     start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
     other = federation_of("wima(window=2)")
-    with pytest.raises(RecordError, match="holds a run of method fedavg, this is wima"):
+    with pytest.raises(RecordError, match="whose method is fedavg, here it is wima"):
         start(other, LocalGrid(app_for(other), 6), tmp_path)
 
 
@@ -121,8 +124,105 @@ def test_the_folder_of_another_seed_is_refused(tmp_path):
     start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
     other = FedbasinStrategy("fedavg", seed=7, folder=tmp_path, net=federation.test.net)
     arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
-    with pytest.raises(RecordError, match="seed 0, this is 7; give the same seed or choose"):
+    with pytest.raises(RecordError, match="seed is 0, here it is 7; give the same seed or choose"):
         other.start(LocalGrid(app_for(federation), 6), arrays, num_rounds=2, timeout=0.5)
+
+
+def test_the_folder_of_another_number_of_clients_is_refused(tmp_path):
+    federation = federation_of("fedavg")
+    start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
+    other = FedbasinStrategy("fedavg", folder=tmp_path, net=federation.test.net)
+    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    seven = LocalGrid(telling(), 6, node_config={"num-partitions": 7})
+    told = "number of clients is 6, here it is 7; give the same number of clients or choose another"
+    with pytest.raises(RecordError, match=told):
+        other.start(seven, arrays, num_rounds=2, timeout=0.5)
+
+
+def test_nodes_without_a_name_keep_to_the_number_of_clients_of_their_run(tmp_path):
+    """Fewer may be there when a run goes on than when it began."""
+    federation = federation_of("fedavg")
+    start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
+    strategy, _ = start(federation, LocalGrid(foreign(), 3), tmp_path, rounds=1)
+    assert strategy._clients.anonymous and sorted(strategy._clients.online()) == [0, 1, 2]
+    assert strategy._context.clients == 6
+
+
+def test_refusals_add_up_over_restarts(tmp_path):
+    federation = federation_of("fedavg")
+
+    def broken(client, reply):
+        reply.content["metrics"]["num-examples"] = -client
+        return [reply]
+
+    def begin(tamper, folder, rounds):
+        grid = LocalGrid(app_for(federation), 6, tamper)
+        return start(federation, grid, folder, rounds, participation="fraction(rate=1.0)")
+
+    begin(lambda c, r: broken(c, r) if c == 2 else [r], tmp_path / "a", 2)
+    begin(lambda c, r: broken(c, r) if c in (2, 3) else [r], tmp_path / "a", 3)
+    told = {
+        f"client {c}: num-examples is -{c}, expected at least 0": n for c, n in [(2, 3), (3, 1)]
+    }
+    assert RunFolder(tmp_path / "a").read_summary()["refused"] == told
+    strategy, _ = begin(lambda c, r: [r], tmp_path / "a", 4)
+    assert RunFolder(tmp_path / "a").read_summary()["refused"] == told
+    assert [r.refused for r in strategy.journal.records] == [1, 1, 2, 0]
+
+
+FAULTS = ["lost", "refused", "dropped", "weightless", "no merge"]  # its reply, or the round's
+
+
+def simulated(left_out):
+    """Three rounds of everyone, but of others or of nobody in the second."""
+    federation = toy_federation(
+        parse("scaffold", "method"), rounds=3, participation="fraction(rate=1.0)"
+    )
+    server, states = federation.begin()
+    for now in range(3):
+        there = [c for c in range(6) if now != 1 or c not in left_out]
+        if there:
+            part = replace(federation, rounds=now + 1, eligible=np.array(there))
+            ((server, _),) = part.rounds_from(server, states)
+        server = replace(server, round=now + 1)
+    return federation, server
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_client_goes_back_where_its_round_was_not_merged(fault, in_file, tmp_path, monkeypatch):
+    """And does so after the server was stopped and started again, too."""
+    everyone = fault == "no merge"
+    federation, expected = simulated(range(6) if everyone else {2})
+    kind = type(federation.method)
+    whole, seen = kind.aggregate, []
+
+    def merging(self, state, server, replies, context):
+        if everyone and context.round == 1 and seen:
+            raise ReplyError("no")
+        return whole(self, state, server, replies, context)
+
+    def tamper(client, reply):
+        seen.append(client)
+        if client != 2 or not 6 < len(seen) <= 12:
+            return [reply]
+        name, values = next(iter(reply.content["arrays"].items()))
+        factor = {"dropped": 1e6, "refused": np.nan}.get(fault, 1.0)
+        reply.content["arrays"][name] = Array(values.numpy() * factor)
+        if fault == "weightless":
+            reply.content["metrics"]["num-examples"] = 0
+        return [] if fault == "lost" else [reply]
+
+    monkeypatch.setattr(kind, "aggregate", merging)
+    config = {"state-dir": str(tmp_path / "states")} if in_file else {}
+    grid = LocalGrid(app_for(federation), 6, tamper, node_config=config)
+    for rounds in (2, 3):
+        strategy, _ = start(federation, grid, tmp_path / "run", rounds, guard=Guard(50.0, "drop"))
+    assert len(seen) == 18
+    assert ("merge_refused" in strategy.journal.records[1].notes) == everyone
+    torch.testing.assert_close(strategy._server.send, expected.send, rtol=1e-9, atol=1e-11)
+    ours, theirs = strategy._server.state.control, expected.state.control
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
 def test_checkpoints_come_every_k_rounds(tmp_path):
@@ -152,18 +252,19 @@ def test_own_state_remembers_the_round_and_the_one_before(in_file, tmp_path):
         return OwnState(where, "ab12", 3, ZERO)
 
     one, two = (torch.ones(3), ()), (torch.ones(3) * 2, ())
-    assert same(own().at(0), ZERO)
+    assert same(own().at(0, 0), ZERO)
     own().keep(0, ZERO, one)
-    assert same(own().at(0), ZERO)  # the round is asked for again
-    assert same(own().at(1), one)
+    assert same(own().at(0, 0), ZERO)  # the round is asked for again
+    assert same(own().at(1, 1), one)
+    assert same(own().at(3, 0), ZERO)  # the round was not merged
     own().keep(4, one, two)
-    assert same(own().at(4), one) and same(own().at(9), two)
-    assert same(own().at(2), one)  # the best it can do
+    assert same(own().at(4, 1), one) and same(own().at(9, 5), two) and same(own().at(9, 4), one)
+    assert same(own().at(2, 0), one)  # the best it can do
     assert len(where.state) == (0 if in_file else 2)
     another = OwnState(where, "cd34", 3, ZERO)
-    assert same(another.at(1), ZERO)  # another federation
+    assert same(another.at(1, 1), ZERO)  # another federation
     neighbour = OwnState(replace(where, state=RecordDict()), "ab12", 4, ZERO)
-    assert same(neighbour.at(1), ZERO)
+    assert same(neighbour.at(1, 1), ZERO)
 
 
 def test_a_client_without_a_state_writes_nothing(tmp_path):

@@ -95,6 +95,70 @@ def test_a_node_whose_question_was_lost_is_asked_again():
     assert not clients.mail.late
 
 
+class Slow(LocalGrid):
+    """One node answers after so many seconds."""
+
+    node, seconds, asked = 7777, 0.0, 0.0
+
+    def push_messages(self, messages):
+        self.asked = self.asked or max(
+            (time.monotonic() for m in messages if m.metadata.dst_node_id == self.node), default=0.0
+        )
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids):
+        found = super().pull_messages(message_ids)
+        for reply in found:
+            early = time.monotonic() - self.asked < self.seconds
+            if reply.metadata.src_node_id == self.node and early:
+                self._inbox[reply.metadata.reply_to_message_id] = [reply]
+                return []
+        return found
+
+
+def newcomer(seconds, grace, monkeypatch):
+    """Five clients are there, the sixth one comes and takes so long to say who it is."""
+    monkeypatch.setattr("fedbasin.deploy.clients._GRACE", grace)
+    grid = Slow(app(), 6)
+    grid.seconds = seconds
+    grid.contexts = {n: c for n, c in grid.contexts.items() if c.node_config["partition-id"] != 5}
+    clients = Clients(Mailbox(grid, poll=0.05), patience=60.0)
+    assert sorted(clients.wait(2)) == [0, 1, 2, 3, 4]
+    grid.add(5, 7777)
+    return clients
+
+
+def test_a_silent_newcomer_holds_nobody_up_for_long(monkeypatch):
+    clients = newcomer(1e9, 0.2, monkeypatch)
+    began = time.monotonic()
+    assert sorted(clients.wait(5)) == [0, 1, 2, 3, 4]
+    assert 0.2 < time.monotonic() - began < 10  # not half of the patience
+    assert sorted(clients.online()) == [0, 1, 2, 3, 4]
+    assert not clients.mail.late and list(clients._open.values()) == [7777]  # it may still say so
+
+
+def test_a_node_that_is_silent_from_the_start_holds_nobody_up_for_long(monkeypatch):
+    monkeypatch.setattr("fedbasin.deploy.clients._GRACE", 0.2)
+    clients = Clients(Mailbox(Lossy(app(), 6), poll=0.05), patience=60.0)
+    began = time.monotonic()
+    assert len(clients.wait(2)) == 5 and time.monotonic() - began < 10
+
+
+def test_a_newcomer_has_twice_the_time_of_the_slowest(monkeypatch):
+    clients = newcomer(0.5, 0.1, monkeypatch)
+    clients._slowest = 0.3
+    assert len(clients.wait(5)) == 6
+
+
+def test_nobody_goes_on_before_the_first_has_answered(monkeypatch):
+    """All start together, so the first answer takes about as long as the others."""
+    monkeypatch.setattr("fedbasin.deploy.clients._GRACE", 0.1)
+    grid = Slow(telling(), 1)
+    grid.contexts, grid.seconds = {}, 0.5
+    grid.add(0, 7777)
+    assert list(Clients(Mailbox(grid, poll=0.05), patience=60.0).online()) == [0]
+
+
 def test_an_answer_that_took_long_is_still_taken():
     grid = Lossy(app(), 6)
     clients = Clients(Mailbox(grid), patience=1.0)

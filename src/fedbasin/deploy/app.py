@@ -30,7 +30,8 @@ def write_app(folder: Path) -> list[Path]:
         )
     names = {"package": package, "project": package.replace("_", "-")}
     written = []
-    for source in sorted(_sources(), key=lambda file: file.name):
+    files = (resources.files("fedbasin.deploy") / "template").iterdir()
+    for source in sorted((f for f in files if f.name.endswith(".in")), key=lambda file: file.name):
         name = source.name.removesuffix(".in")
         path = folder / name if name in _OUTSIDE else folder / package / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,11 +39,6 @@ def write_app(folder: Path) -> list[Path]:
         path.write_text(text, encoding="utf-8")
         written.append(path)
     return written
-
-
-def _sources() -> list[Any]:
-    found = (resources.files("fedbasin.deploy") / "template").iterdir()
-    return [file for file in found if file.name.endswith(".in")]
 
 
 def nested(run_config: Mapping[str, Any]) -> dict[str, Any]:

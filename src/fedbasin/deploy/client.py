@@ -17,6 +17,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.rng import root
 from fedbasin.core.tree import mapped, tensors
 from fedbasin.deploy.clients import ASK
+from fedbasin.deploy.cohort import MERGED
 from fedbasin.deploy.keep import OwnState
 from fedbasin.deploy.private import answer
 from fedbasin.deploy.probe import GRADIENT, answer_gradient
@@ -190,10 +191,11 @@ def _train(here: Desk, content: RecordDict, context: Context) -> RecordDict:
     plan = Plan(number(config, "lr", least=0), epochs or None, steps or None)
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
     codec, vector, buffers = _received(here, arrays)
-    shared = _moved(_shared(content, len(trainer.rules)), vector)
+    shared = mapped(lambda leaf: leaf.to(net.device), _shared(content, len(trainer.rules)))
     zero = tuple(rule.own(vector) for rule in trainer.rules)
     own = OwnState(context, str(config.get("fedbasin-name")), here.client, zero)
-    before = own.at(round)
+    merged = the_record(content, ConfigRecord, MERGED)
+    before = own.at(round, int(number(merged, "round", least=0)))
     seed = int(number(config, "fedbasin-seed"))
     key = client_key(root(seed), round, here.client).tensor(net.device)
     received = Received(vector, buffers, shared, before, round, key)
@@ -234,11 +236,6 @@ def _shared(content: RecordDict, rules: int) -> tuple[Any, ...]:
     return shared
 
 
-def _moved(tree: Any, like: Tensor) -> Any:
-    """Return a tree on a vector's device."""
-    return mapped(lambda leaf: leaf.to(like.device), tree)
-
-
 def _received(here: Desk, arrays: ArrayRecord) -> tuple[Codec, Tensor, Tensor]:
     """Return how models travel and the one that came in, where the client's network runs."""
     net = here.trainer.net
@@ -276,13 +273,8 @@ def _query(here: Desk, content: RecordDict, context: Context) -> RecordDict:
     counts = torch.bincount(here.rows.labels, minlength=here.trainer.classes).tolist()
     if config.get(ASK) != "who":
         return answer(config, counts, context, parse(here.method, "method"))
-    facts = MetricRecord(
-        {
-            "partition-id": here.client,
-            "num-partitions": here.clients,
-            "num-examples": len(here.rows.labels),
-        }
-    )
+    facts = MetricRecord({"partition-id": here.client, "num-partitions": here.clients})
+    facts["num-examples"] = len(here.rows.labels)
     if config.get("class-counts"):
         if here.counts != "plain":
             raise Refused(

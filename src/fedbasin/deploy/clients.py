@@ -22,6 +22,7 @@ from fedbasin.deploy.wire import Refused, fault, number, the_record
 
 ASK = "fedbasin-ask"  # the key that says what a query is about
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds until a node that did not say is asked again
+_GRACE = 10.0  # seconds that a new node has beyond twice what the slowest answer took
 _log = logging.getLogger("flwr")
 
 
@@ -47,18 +48,22 @@ class Clients:
         mail: the way to the nodes.
         counts: whether nodes are asked for their rows by class.
         patience: seconds that a query or a missing node is waited for.
+        total: how many clients there are in all, N; 0 where nodes have to say.
+        before: N of the run that is gone on with, which nodes without a name keep to.
     """
 
     mail: Mailbox
     counts: bool = False
     patience: float = 600.0
-    total: int = 0  # how many clients there are in all, N
+    total: int = 0
+    before: int = 0
     anonymous: bool = False  # whether nodes do not say who they are
     _seats: dict[int, Seat] = field(default_factory=dict)  # by node
     _open: dict[str, int] = field(default_factory=dict)  # questions without an answer, by message
     _pause: dict[int, tuple[float, float]] = field(default_factory=dict)  # when to ask, then wait
     _nameless: dict[int, str] = field(default_factory=dict)  # nodes that cannot say, and why
     _silent: set[int] = field(default_factory=set)  # nodes that left a message unanswered
+    _slowest: float = -1.0  # seconds that an answer took; below 0 before the first
 
     def wait(self, least: int, *, empty: bool = False) -> dict[int, int]:
         """Return the nodes that `online` does, once there are enough."""
@@ -77,8 +82,7 @@ class Clients:
                 said = waited
                 _log.info(
                     "Waiting for nodes to connect: %d connected (minimum required: %d).",
-                    len(found),
-                    least,
+                    *(len(found), least),
                 )
             time.sleep(1)
         return found
@@ -155,7 +159,8 @@ class Clients:
     def _ask(self, nodes: list[int], listed: set[int]) -> None:
         """Ask nodes who they are where it is time to, and take what was answered since.
 
-        Only new nodes are waited for; an answer that takes longer is taken at a later look.
+        Only new nodes are waited for, not for long once others have answered; what takes longer is
+        taken at a later look.
         """
         config = ConfigRecord({ASK: "who", "class-counts": self.counts})
         query, now = RecordDict({"config": config}), time.monotonic()
@@ -169,7 +174,11 @@ class Clients:
         answered, nameless, odd = set(), [], set()
         # Half of the patience is left to ask again those whose message was lost.
         waits = self.patience / 2 if new else 0.0
-        for reply in self.mail.replies(sent, waits, lambda node, reason: None):
+        for reply in self.mail.replies(
+            *(sent, waits, lambda node, reason: None),
+            enough=lambda: 0 <= 2 * self._slowest < time.monotonic() - now - _GRACE,
+        ):
+            self._slowest = max(self._slowest, time.monotonic() - now)
             answered.add(reply.metadata.reply_to_message_id)
             node = sent[reply.metadata.reply_to_message_id]
             try:
@@ -235,7 +244,7 @@ class Clients:
         nodes = [n for n in self._nameless if n in listed and self._pause[n][1] > _FIRST_PAUSE]
         if self.anonymous or self._seats or len(nodes) < max(least, 1):
             return False
-        self.anonymous, self.total = True, len(nodes)
+        self.anonymous, self.total = True, self.before or len(nodes)
         _log.warning(
             "No node says which client it is, so they are numbered as they come, and cohorts "
             "cannot be repeated by seed; fedbasin's ClientApp answers. (%s)",

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from torch import Tensor
 
 from fedbasin.core.method import Plan
 from fedbasin.core.tree import tensors
 from fedbasin.deploy.clients import Clients, TooFewNodes
-from fedbasin.deploy.replies import Collector, Tally
+from fedbasin.deploy.replies import Collector
 from fedbasin.deploy.wire import Refused, content_bytes, fault, write_tree
 
+MERGED = "merged"  # the record that says which round of a client was merged last
 _CLIENT_FAULTS = (1, 2)  # Flower's codes for an app that cannot be loaded, or raises
+_LONGEST, _MOST_REASONS = 300, 10_000  # a reason may quote what a client sent, and is kept
 _log = logging.getLogger("flwr")
 
 
@@ -56,8 +60,9 @@ class Cohort:
         round: the round's number, from 1.
         clients: which node is which client.
         collector: takes the replies.
-        tally: counts what is refused.
+        tally: counts what is refused in all rounds, by client and reason.
         content: what every client is sent.
+        merged: the last round of each client that was merged, which it is sent, too.
         asked: the node of each client that was asked.
         least: how many good replies the round waits for.
         timeout: seconds a reply is waited for.
@@ -67,8 +72,9 @@ class Cohort:
     round: int
     clients: Clients
     collector: Collector
-    tally: Tally
+    tally: Counter[str]
     content: RecordDict
+    merged: Tensor  # [N]
     asked: dict[int, int]
     least: int
     timeout: float
@@ -76,14 +82,16 @@ class Cohort:
     bytes_down: int = 0
     refused: int = 0
     _failed: set[int] = field(default_factory=set)  # clients that are not asked again
+    _sent: dict[str, int] = field(default_factory=dict)  # the node of each message
 
     def messages(self, chosen: Iterable[int]) -> list[Message]:
         """Return what is sent to clients that were asked."""
-        made = [
-            Message(self.content, self.asked[c], MessageType.TRAIN, ttl=2 * self.timeout)
-            for c in chosen
-        ]
-        self.bytes_down += len(made) * content_bytes(self.content)
+        made = []
+        for client in chosen:
+            own = ConfigRecord({"round": int(self.merged[client])})
+            content, ttl = RecordDict({**self.content, MERGED: own}), 2 * self.timeout
+            made.append(Message(content, self.asked[client], MessageType.TRAIN, ttl=ttl))
+            self.bytes_down += content_bytes(content)
         return made
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
@@ -91,6 +99,7 @@ class Cohort:
         mail, began, said = self.clients.mail, time.monotonic(), -10.0
         sent = mail.send(messages)
         while True:
+            self._sent |= sent
             yield from mail.replies(sent, self.timeout, self._gave_up)
             self._outvote(last=False)
             missing = self.least - self.collector.agreed()
@@ -106,10 +115,7 @@ class Cohort:
                 said = waited
                 _log.info(
                     "round %d: %d replies are there, waiting for %d (minimum: %d)",
-                    self.round,
-                    self.least - missing,
-                    missing,
-                    self.least,
+                    *(self.round, self.least - missing, missing, self.least),
                 )
             sent = mail.send(self._again(missing))
             if not sent:
@@ -118,10 +124,12 @@ class Cohort:
     def collect(self, replies: Iterable[Message]) -> None:
         """Take what is good, refuse the rest by name."""
         for reply in replies:
-            node = reply.metadata.src_node_id
+            node = self._sent.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
+            if reply.has_error() and reply.error.code not in _CLIENT_FAULTS:
+                self._gave_up(node, fault(reply))  # Flower answers for a node that is gone
+                continue
             client = self.clients.client(node)
-            raised = reply.has_error() and reply.error.code in _CLIENT_FAULTS
-            self.clients.heard(node, answered=raised or not reply.has_error())
+            self.clients.heard(node, answered=True)
             try:
                 if reply.has_error():
                     self._error(client, node, reply)
@@ -136,8 +144,7 @@ class Cohort:
 
     def refuse(self, client: int | None, node: int, reason: str) -> None:
         """Count and name a reply that is not used; its client is not asked again this round."""
-        self.refused += 1
-        self.tally.refuse(self.round, client, node, reason)
+        self._name(client, node, reason)
         if client is not None and client not in self.collector.clients:
             self._failed.add(client)
 
@@ -149,14 +156,19 @@ class Cohort:
 
     def late(self, node: int) -> None:
         """Count and name a reply to an earlier round; its client may answer this one."""
+        self._name(self.clients.client(node), node, "it came too late")
+
+    def _name(self, client: int | None, node: int, reason: str) -> None:
+        who, reason = f"node {node}" if client is None else f"client {client}", reason[:_LONGEST]
         self.refused += 1
-        self.tally.refuse(self.round, self.clients.client(node), node, "it came too late")
+        self.tally[f"{who}: {reason}" if len(self.tally) < _MOST_REASONS else who] += 1
+        what = "round %d: refused the reply of %s (node %d): %s"
+        _log.warning(what, self.round, who, node, reason)
 
     def _error(self, client: int | None, node: int, reply: Message) -> None:
-        _log.warning(
-            "\t> Received error in reply from node %d (client %s): %s", node, client, fault(reply)
-        )
-        if client is not None and reply.error.code in _CLIENT_FAULTS:
+        what = "\t> Received error in reply from node %d (client %s): %s"
+        _log.warning(what, node, client, fault(reply))
+        if client is not None:
             self._failed.add(client)
 
     def _again(self, missing: int) -> list[Message]:
@@ -173,6 +185,5 @@ class Cohort:
     def _gave_up(self, node: int, reason: str) -> None:
         client = self.clients.client(node)
         self.clients.heard(node, answered=False)
-        _log.warning(
-            "round %d: no reply from client %s (node %d): %s", self.round, client, node, reason
-        )
+        what = "round %d: no reply from client %s (node %d): %s"
+        _log.warning(what, self.round, client, node, reason)

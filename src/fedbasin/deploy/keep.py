@@ -2,8 +2,8 @@
 
 By default it lies in Flower's client state, which lives as long as the SuperNode and the run. A
 node that is started with ``--node-config "state-dir='/var/lib/fedbasin'"`` keeps it in a file,
-so that it outlives both. The state before the last round is kept as well: a server that was
-stopped in that round asks for it again.
+so that it outlives both. The state before the last round is kept as well, and gone back to where
+that round was not merged: its reply was lost or refused, or the server was stopped in it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,13 @@ class OwnState:
         if folder is not None:
             self._file = Path(str(folder)) / name / f"client{client:06d}.safetensors"
 
-    def at(self, round: int) -> tuple[Any, ...]:
-        """Return the state with which a round begins."""
+    def at(self, round: int, merged: int) -> tuple[Any, ...]:
+        """Return the state with which a round begins.
+
+        Args:
+            round: finished rounds.
+            merged: the last round of this client that the server merged, from 1; 0 before.
+        """
         kept = self._read() if tensors(self._zero) else None
         if kept is None:
             return self._zero
@@ -62,10 +67,9 @@ class OwnState:
             _log.warning(
                 "the server asks for round %d, this client has trained in round %d: its own "
                 "state is ahead",
-                round + 1,
-                kept.round + 1,
+                *(round + 1, kept.round + 1),
             )
-        state: tuple[Any, ...] = kept.after if kept.round < round else kept.before
+        state: tuple[Any, ...] = kept.after if kept.round < merged else kept.before
         return state
 
     def keep(self, round: int, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:

@@ -42,9 +42,13 @@ class Mailbox:
         return found
 
     def replies(
-        self, sent: dict[str, int], timeout: float, gave_up: Callable[[int, str], None]
+        self,
+        sent: dict[str, int],
+        timeout: float,
+        gave_up: Callable[[int, str], None],
+        enough: Callable[[], bool] = lambda: False,
     ) -> Iterator[Message]:
-        """Yield replies as they arrive; say which nodes were given up, and why."""
+        """Yield replies until there are `enough`; say which nodes were given up, and why."""
         waiting = dict(sent)
         deadline = time.monotonic() + timeout
         looked = time.monotonic()
@@ -62,7 +66,7 @@ class Mailbox:
             now = time.monotonic()
             if not waiting:
                 return
-            if now > deadline:
+            if now > deadline or enough():
                 self._give_up(waiting, list(waiting), f"no reply in {timeout:g} s", gave_up)
                 return
             if now - looked > _ONLINE_EVERY:

@@ -49,18 +49,20 @@ class Merger:
 
     def merge(
         self, server: Server, collected: Collected, context: Context, say: Say
-    ) -> tuple[Server, RoundRecord]:
-        """Return the server with the merged model, and what the record says of the merge.
+    ) -> tuple[Server, RoundRecord, frozenset[int]]:
+        """Return the server with the merged model, what the record says, and who was merged.
 
         Replies were checked one by one as they came in. Where they make no model together, the
         server stays as it is, and the record notes ``merge_refused``.
         """
-        replies, far = collected.replies, set()
+        replies, merged, far = collected.replies, collected.counted, set()
         if self.guard is not None:
             replies, named = guarded(replies, server.send, self.guard)
             for client, reason in named:
                 far.add(client)
                 say(client, f"{reason}: {self.guard.action}ped")
+            if self.guard.action == "drop":
+                merged -= far
         # A far update's statistics and loss are not to be trusted either, clipped or not.
         clients = collected.replies.clients
         near = torch.tensor([c not in far for c in clients.tolist()], device=clients.device)
@@ -81,7 +83,8 @@ class Merger:
             raise
         except Exception:  # finite numbers and reports of any shape: anything may come of them
             _log.exception("round %d: %s refuses it and keeps its model", server.round, self.method)
-            return server, RoundRecord(server.round, train_loss=loss, notes={"merge_refused": 1.0})
+            record = RoundRecord(server.round, train_loss=loss, notes={"merge_refused": 1.0})
+            return server, record, frozenset()
         if self.recalibrate is not None and self.buffers == "recalibrate" and buffers.numel():
             buffers = self.recalibrate(served.score, buffers)
         after = Server(server.round, served.send, served.score, buffers, state)
@@ -92,7 +95,7 @@ class Merger:
             model_norm=float(after.score.norm()),
             notes=notes_of(served),
         )
-        return after, record
+        return after, record, merged
 
     def score(self, record: RoundRecord, server: Server, *, last: bool) -> RoundRecord:
         """Add what the test rows say, where there are some."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,8 +15,6 @@ from fedbasin.core.method import Plan, Replies
 from fedbasin.core.tree import flatten, stack
 from fedbasin.core.vectors import Weighting, shares
 from fedbasin.deploy.wire import Codec, Part, Refused, content_bytes, number, read_tree, the_record
-
-_log = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True)
@@ -36,19 +34,6 @@ class Guard:
             raise ValueError(f"times must be at least 1, got {self.times}")
         if self.action not in ("clip", "drop"):
             raise ValueError(f"action must be 'clip' or 'drop', got {self.action!r}")
-
-
-@dataclass
-class Tally:
-    """What was refused so far, by client and reason; names go to the log as well."""
-
-    refused: Counter[str] = field(default_factory=Counter)
-
-    def refuse(self, round: int, client: int | None, node: int, reason: str) -> None:
-        """Count a refusal and name it."""
-        who = f"node {node}" if client is None else f"client {client}"
-        self.refused[f"{who}: {reason}"] += 1
-        _log.warning("round %d: refused the reply of %s (node %d): %s", round, who, node, reason)
 
 
 @dataclass(frozen=True)
@@ -71,6 +56,7 @@ class Collected:
     replies: Replies
     statistics: Tensor  # [C, Q]
     losses: Tensor  # [C] mean over local training
+    counted: frozenset[int] = frozenset()  # clients whose replies weigh something
 
 
 @dataclass
@@ -110,8 +96,8 @@ class Collector:
         if client in self.clients:
             raise Refused("it answers twice in one round")
         numbers = self._numbers(client, the_record(reply.content, MetricRecord))
-        record: ArrayRecord = the_record(reply.content, ArrayRecord, self._array_key(reply))
-        parts = self.codec.parts(record)
+        model = "arrays" if "report" in reply.content else None  # a report lies beside it
+        parts = self.codec.parts(the_record(reply.content, ArrayRecord, model))
         if self.stream is None:
             reports = self._reports(reply)
             self._models.append((*self.codec.copied(parts), reports))
@@ -160,6 +146,7 @@ class Collector:
             last_loss=column("last_loss", server.dtype),
         )
         losses = column("mean_loss")
+        counted = frozenset(n.client for n in numbers if n.weight > 0)
         if self.stream is not None:
             assert self._total is not None
             (vector, buffers), self._total = self._total, None  # the caller's alone from now on
@@ -167,7 +154,7 @@ class Collector:
             buffers /= max(self._counted[1], 1e-300)
             one = replace(replies.averaged(self.stream), models=vector.to(server.device)[None])
             loss = (shares(replies.weights) @ losses)[None]
-            return Collected(one, buffers.to(server.device)[None], loss)
+            return Collected(one, buffers.to(server.device)[None], loss, counted)
         models, self._models = [self._models[i] for i in order], []
         statistics = torch.stack([m[1] for m in models]).to(server.device)
         replies = replace(
@@ -175,7 +162,7 @@ class Collector:
             models=torch.stack([m[0] for m in models]).to(server.device),
             reports=stack([m[2] for m in models]),
         )
-        return Collected(replies, statistics, losses)
+        return Collected(replies, statistics, losses, counted)
 
     def _add(self, parts: list[Part], weight: float) -> None:
         if self._total is None:
@@ -188,10 +175,6 @@ class Collector:
         self._counted[0] += share
         self._counted[1] += weight
 
-    def _array_key(self, reply: Message) -> str | None:
-        """Return which array record is the model, where there is a report beside it."""
-        return "arrays" if "report" in reply.content else None
-
     def _numbers(self, client: int, metrics: MetricRecord) -> Numbers:
         for key, expected in (("server-round", self.round + 1), ("partition-id", client)):
             if key in metrics and metrics[key] != expected:
@@ -199,11 +182,12 @@ class Collector:
         own = "steps" in metrics
         if self.rules and not (own and "server-round" in metrics and "partition-id" in metrics):
             raise Refused("the method has client rules, which only fedbasin's ClientApp follows")
-        loss = metrics.get("train_loss", metrics.get("train-loss"))
-        found = float(loss) if isinstance(loss, int | float) else float("nan")
-        largest = torch.finfo(self.codec.dtype).max
-        if own and abs(number(metrics, "last-loss")) > largest:
-            raise Refused(f"last-loss is {metrics['last-loss']}, beyond {self.codec.dtype}")
+        key = "train_loss" if "train_loss" in metrics else "train-loss"
+        told = isinstance(metrics.get(key), int | float)  # few methods ask for it
+        mean_loss = number(metrics, key) if told else math.nan
+        key, last_loss = ("last-loss", number(metrics, "last-loss")) if own else (key, mean_loss)
+        if abs(last_loss) > torch.finfo(self.codec.dtype).max:
+            raise Refused(f"{key} is {last_loss}, beyond {self.codec.dtype}")
         for key in ("lr-sum", "length") if own else ():  # updates are divided by them
             if 0 < number(metrics, key, least=0) < 1e-12:
                 raise Refused(f"{key} is {metrics[key]}, expected 0 or at least 1e-12")
@@ -213,8 +197,8 @@ class Collector:
             steps=number(metrics, "steps", least=0) if own else 1.0,
             lr_sum=number(metrics, "lr-sum", least=0) if own else self.plan.lr,
             length=number(metrics, "length", least=0) if own else 1.0,
-            last_loss=number(metrics, "last-loss") if own else found,
-            mean_loss=found,
+            last_loss=last_loss,
+            mean_loss=mean_loss,
         )
 
     def _reports(self, reply: Message) -> tuple[Any, ...]:

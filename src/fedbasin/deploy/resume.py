@@ -6,9 +6,11 @@ started anew with the same folder, and begins after the last round that was save
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.lock import alone_in
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, mean_of_last
 from fedbasin.core.state import load, read, save, write
+from fedbasin.core.tree import Leaf
 from fedbasin.sim.rounds import Server
 
 _log = logging.getLogger("flwr")
@@ -36,6 +39,9 @@ class Saved:
     method: str
     seconds: float  # spent so far
     seed: int
+    clients: int  # N
+    merged: Tensor  # [N] the last round of each client that was merged, from 1; 0 before
+    refused: str  # JSON: how often replies were refused, by client and reason
 
 
 class Journal:
@@ -45,19 +51,28 @@ class Journal:
         folder: where they go.
         every: save after every k rounds, and at the end.
         facts: what the summary says beside the measured numbers.
-        seed: of the run; a checkpoint of another one is not gone on from.
+        method: of the run; a checkpoint of another one is not gone on from.
+        seed: the same.
     """
 
+    # Set up by `restored`; as `Saved` has them.
+    name: str
+    records: list[RoundRecord]
+    merged: Tensor
+    refused: Counter[str]
+
     def __init__(
-        self, folder: Path | str | None, every: int, facts: Mapping[str, Any], seed: int
+        self,
+        folder: Path | str | None,
+        every: int,
+        facts: Mapping[str, Any],
+        method: str,
+        seed: int,
     ) -> None:
         if every < 1:
             raise ValueError(f"checkpoint_every must be at least 1, got {every}")
         self.folder = None if folder is None else RunFolder(Path(folder))
-        self.every, self.facts, self.seed = every, dict(facts), seed
-        self.name = secrets.token_hex(8)
-        self.records: list[RoundRecord] = []
-        self._began, self._spent = time.monotonic(), 0.0
+        self.every, self.facts, self.method, self.seed = every, dict(facts), method, seed
 
     def alone(self) -> AbstractContextManager[None]:
         """Keep the folder from other processes: two would mix their records."""
@@ -70,36 +85,43 @@ class Journal:
         """Return where methods may keep models of clients."""
         return None if self.folder is None else Archive(self.folder.archive)
 
-    def restored(self, fresh: Server, method: str) -> Server:
+    def clients(self) -> int:
+        """Return how many clients the run in the folder has; 0 where there is none."""
+        known = self._held().get("clients")
+        return known if isinstance(known, int) else 0
+
+    def restored(self, fresh: Server, clients: int) -> Server:
         """Return the server of the last checkpoint, or the fresh one."""
         self._began, self._spent, self.records = time.monotonic(), 0.0, []
         self.name = secrets.token_hex(8)  # a start is a federation of its own, unless it goes on
+        self.merged, self.refused = torch.zeros(clients, dtype=torch.int64), Counter()
         if self.folder is None:
             return fresh
-        if not self.folder.checkpoint.exists():
+        if not (held := self._held()):
             self.folder.keep_rounds(0)
             return fresh
-        held = read(self.folder.checkpoint)
-        for what, own in (("method", method), ("seed", self.seed)):
-            if held.get(what) != own:
-                raise RecordError(
-                    f"{self.folder.path} holds a run of {what} {held.get(what)}, this is {own}; "
-                    f"give the same {what} or choose another folder"
-                )
-        found: Saved = load(self.folder.checkpoint, Saved(fresh, "", "", 0.0, 0))
+        self._compare("method", held.get("method"), self.method)
+        self._compare("seed", held.get("seed"), self.seed)
+        self._compare("number of clients", held.get("clients"), clients)
+        found: Saved = load(self.folder.checkpoint, self._saved(fresh))
         self.name, self._spent, server = found.name, found.seconds, found.server
-        if server.send.shape != fresh.send.shape:
-            raise RecordError(
-                f"{self.folder.path} holds a model of {server.send.numel()} parameters, the "
-                f"network has {fresh.send.numel()}; choose another folder"
-            )
+        self.merged, self.refused = found.merged, Counter(json.loads(found.refused))
+        self._compare("number of parameters", server.send.numel(), fresh.send.numel())
         self.records = self.folder.keep_rounds(server.round)
         _log.info("Going on after round %d from %s", server.round, self.folder.checkpoint)
         if torch.equal(server.send, server.score):
             server = replace(server, score=server.send)  # one model, as it was before saving
         return server
 
-    def append(self, record: RoundRecord, server: Server, method: str, *, last: bool) -> bool:
+    def _compare(self, what: str, held: Leaf, own: Leaf) -> None:
+        assert self.folder is not None
+        if held != own:
+            raise RecordError(
+                f"{self.folder.path} holds a run whose {what} is {held}, here it is {own}; "
+                f"give the same {what} or choose another folder"
+            )
+
+    def append(self, record: RoundRecord, server: Server, *, last: bool) -> bool:
         """Add a round; return whether a checkpoint was written."""
         self.records.append(record)
         if self.folder is None:
@@ -107,19 +129,29 @@ class Journal:
         self.folder.append(record)
         if not (last or record.round % self.every == 0):
             return False
-        save(self.folder.checkpoint, Saved(server, self.name, method, self.seconds(), self.seed))
+        save(self.folder.checkpoint, self._saved(server))
         return True
+
+    def _saved(self, server: Server) -> Saved:
+        facts = (self.name, self.method, self.seconds(), self.seed, len(self.merged))
+        return Saved(server, *facts, self.merged, json.dumps(self.refused))
+
+    def _held(self) -> dict[str, Leaf]:
+        """Return what the checkpoint holds, by path; nothing where there is none."""
+        if self.folder is None or not self.folder.checkpoint.exists():
+            return {}
+        return read(self.folder.checkpoint)
 
     def seconds(self) -> float:
         """Return how long the federation has run, over all its starts."""
         return self._spent + time.monotonic() - self._began
 
-    def finish(self, method: str, refused: Mapping[str, int]) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Write and return the headline numbers."""
         scored = [r for r in self.records if r.accuracy is not None]
         last = scored[-1] if scored else None
         summary = self.facts | {
-            "method": method,
+            "method": self.method,
             "seed": self.seed,
             "executor": "flower",
             "status": "finished",
@@ -132,7 +164,7 @@ class Journal:
             "bytes_down": sum(r.bytes_down for r in self.records),
             "bytes_up": sum(r.bytes_up for r in self.records),
             "dropped": sum(r.dropped for r in self.records),
-            "refused": dict(refused),
+            "refused": dict(self.refused),
             "seconds": self.seconds(),
         }
         if self.folder is not None:

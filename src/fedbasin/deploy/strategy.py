@@ -30,7 +30,7 @@ from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.merge import Merger
 from fedbasin.deploy.private import gather_private
 from fedbasin.deploy.probe import gather_gradients
-from fedbasin.deploy.replies import Collector, Guard, Tally
+from fedbasin.deploy.replies import Collector, Guard
 from fedbasin.deploy.resume import Journal
 from fedbasin.deploy.wire import Codec
 from fedbasin.sim.evaluate import Examiner
@@ -140,7 +140,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.counts, self.classes = counts, classes or (test.classes if test else 0)
         self.merger = Merger(self.method, buffers, recalibrate, guard, test)
         self.stream, self.patience = stream, patience
-        self.journal = Journal(folder, checkpoint_every, facts or {}, seed)
+        self.journal = Journal(folder, checkpoint_every, facts or {}, str(self.method), seed)
 
     def summary(self) -> None:
         """Log what the strategy is."""
@@ -198,7 +198,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 record = self.merger.score(self._record, self._server, last=last)
                 record = self._examine(record, grid, evaluate, evaluate_fn, result)
                 record = replace(record, seconds=time.perf_counter() - began)
-                saved = self.journal.append(record, self._server, str(self.method), last=last)
+                saved = self.journal.append(record, self._server, last=last)
                 refused = "merge_refused" in record.notes  # so the old state needs its models
                 if saved and not refused and self._context.archive is not None:
                     self._context.archive.sweep()
@@ -228,14 +228,11 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             round=server_round,
             clients=self._clients,
             collector=Collector(
-                codec=self._codec,
-                round=now,
-                plan=plan,
-                weight_key=self.weighted_by_key,
+                *(self._codec, now, plan, self.weighted_by_key),
                 rules=len(method.rules()),
                 stream=self._streams(len(drawn)),
             ),
-            tally=self.tally,
+            tally=self.journal.refused,
             content=content_of(
                 {self.arrayrecord_key: arrays, self.configrecord_key: config},
                 server_round,
@@ -243,6 +240,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 shared,
                 {"method": str(method), "name": self.journal.name, "seed": self.seed},
             ),
+            merged=self.journal.merged,
             asked={client: online[client] for client in drawn},
             least=min(self.min_train_nodes, len(drawn)),
             timeout=self._timeout,
@@ -264,16 +262,17 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         record, metrics = RoundRecord(server_round), None
         self._server = replace(self._server, round=server_round)
         if any(numbers.weight > 0 for numbers in cohort.collector.numbers):
-            self._server, record = self.merger.merge(
+            self._server, record, merged = self.merger.merge(
                 self._server,
                 cohort.collector.finish(self._server.send),
                 self._now,
                 lambda c, why: cohort.refuse(c, cohort.asked[c], why),
             )
+            self.journal.merged[sorted(merged)] = server_round
             if math.isfinite(record.train_loss or 0.0):
                 metrics = MetricRecord({"train_loss": record.train_loss})
-        merged = time.perf_counter()
-        _log.info("\t├──> Merged by %s in %.3f s", self.method, merged - arrived)
+        spent = time.perf_counter() - arrived
+        _log.info("\t├──> Merged by %s in %.3f s", self.method, spent)
         self._record = replace(
             record,
             lr=self._now.lr,
@@ -283,7 +282,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             bytes_down=cohort.bytes_down,
             bytes_up=cohort.collector.bytes_up,
             seconds_train=arrived - began,
-            seconds_merge=merged - arrived,
+            seconds_merge=spent,
         )
         return self._arrays(self._server.send), metrics
 
@@ -323,8 +322,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             raise ValueError(f"{self.method} learns from data on the server: give proxy=")
         counted = self.counts if "class_counts" in needs else None
         total = 0 if self.context is None else self.context.clients
-        self._mail, self.tally = Mailbox(grid), Tally()
-        self._clients = Clients(self._mail, counted == "plain", self.patience, total)
+        self._mail = Mailbox(grid)
+        before = self.journal.clients()
+        self._clients = Clients(self._mail, counted == "plain", self.patience, total, before)
         self._clients.wait(max(self.min_available_nodes, 1))
         counts = private = None
         if counted == "private":
@@ -350,7 +350,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         usual = Plan(float(lr) if isinstance(lr, int | float) else 0.0, 1)
         self._schedule = self.schedule or (lambda round: usual)
         fresh = Server(0, vector, vector, buffers, self.method.init(vector, self._context))
-        self._server = self.journal.restored(fresh, str(self.method))
+        self._server = self.journal.restored(fresh, self._clients.total)
 
     def _arrays(self, vector: Tensor) -> ArrayRecord:
         return self._codec.write(vector, self._server.buffers)
@@ -390,11 +390,11 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         return replace(record, seconds_evaluate=spent)
 
     def _finish(self, result: Result) -> None:
-        summary = self.journal.finish(str(self.method), self.tally.refused)
+        summary = self.journal.finish()
         self.journal.ship(result.arrays.to_torch_state_dict())
         _log.info("")
         _log.info("Strategy execution finished in %.2fs", summary["seconds"])
-        for reason, times in self.tally.refused.items():
+        for reason, times in self.journal.refused.items():
             _log.info("\trefused %d times: %s", times, reason)
         for line in str(result).splitlines():
             _log.info("\t%s", line)
