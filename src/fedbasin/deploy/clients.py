@@ -82,7 +82,8 @@ class Clients:
                 said = waited
                 _log.info(
                     "Waiting for nodes to connect: %d connected (minimum required: %d).",
-                    *(len(found), least),
+                    len(found),
+                    least,
                 )
             time.sleep(1)
         return found
@@ -174,10 +175,11 @@ class Clients:
         answered, nameless, odd = set(), [], set()
         # Half of the patience is left to ask again those whose message was lost.
         waits = self.patience / 2 if new else 0.0
-        for reply in self.mail.replies(
-            *(sent, waits, lambda node, reason: None),
-            enough=lambda: 0 <= 2 * self._slowest < time.monotonic() - now - _GRACE,
-        ):
+
+        def enough() -> bool:
+            return 0 <= 2 * self._slowest < time.monotonic() - now - _GRACE
+
+        for reply in self.mail.replies(sent, waits, lambda node, reason: None, enough=enough):
             self._slowest = max(self._slowest, time.monotonic() - now)
             answered.add(reply.metadata.reply_to_message_id)
             node = sent[reply.metadata.reply_to_message_id]

@@ -67,7 +67,8 @@ class OwnState:
             _log.warning(
                 "the server asks for round %d, this client has trained in round %d: its own "
                 "state is ahead",
-                *(round + 1, kept.round + 1),
+                round + 1,
+                kept.round + 1,
             )
         state: tuple[Any, ...] = kept.after if kept.round < merged else kept.before
         return state

@@ -224,14 +224,11 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             )
             self._now = replace(self._now, probe=probe)
         shared = method.broadcast(server.state, server.send, self._now)
+        rules, stream = len(method.rules()), self._streams(len(drawn))
         self._cohort = Cohort(
             round=server_round,
             clients=self._clients,
-            collector=Collector(
-                *(self._codec, now, plan, self.weighted_by_key),
-                rules=len(method.rules()),
-                stream=self._streams(len(drawn)),
-            ),
+            collector=Collector(self._codec, now, plan, self.weighted_by_key, rules, stream),
             tally=self.journal.refused,
             content=content_of(
                 {self.arrayrecord_key: arrays, self.configrecord_key: config},
