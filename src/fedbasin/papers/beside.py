@@ -165,7 +165,7 @@ def _verdict(
         return "reduced"
     if any(result.partial for result in ours.results):
         return "other data"
-    if table.printed(row, column).value is None and gain_paper is None:
+    if table.printed(row, column).value is None:
         return "-"
     whole = all(result.status != "diverged" for result in ours.results)
     if whole and not rounds and difference is not None and abs(difference) <= NEAR:
