@@ -547,8 +547,9 @@ def test_a_share_of_the_rounds_is_never_none_of_them():
         "fedbasin paper run ima/table1 --rows fedavg --columns 'fmnist cnn shards2' --seeds 0 "
         "--rounds 0.001"
     )
-    with pytest.raises(PaperError, match=r"--rounds is 1\.5"):
-        tasks_of(table, table.rows, table.columns, [0], share=1.5)
+    for share in (1.5, 0.0, -0.5):
+        with pytest.raises(PaperError, match=rf"--rounds is {share}: .* in \(0, 1\]"):
+            tasks_of(table, table.rows, table.columns, [0], share=share)
 
 
 def test_the_results_that_ship_belong_to_the_tables_as_they_are():
