@@ -14,8 +14,8 @@ import pytest
 from fedbasin import Experiment, compare, resume, run
 from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RunFolder
-from fedbasin.experiment import pool, runs
-from fedbasin.experiment.apart import _Once
+from fedbasin.experiment import apart, pool, runs
+from fedbasin.experiment.apart import _Once, said_once
 from fedbasin.experiment.config import PartitionConfig, SimConfig
 from fedbasin.experiment.pool import outcomes
 from fedbasin.experiment.runs import Cell, cells, run_cells
@@ -160,6 +160,28 @@ def test_a_text_passes_once_among_processes_and_always_where_they_share_no_folde
     assert [here.filter(text), there.filter(text), there.filter(other)] == [True, False, True]
     gone = _Once(tmp_path / "gone")
     assert gone.filter(text) and gone.filter(text)
+
+
+def test_a_text_is_held_back_in_its_own_comparison_alone():
+    teller = logging.getLogger("fedbasin.experiment")
+    before, text = list(teller.filters), logging.makeLogRecord({"msg": "a"})
+    for _ in range(2):
+        with said_once() as folder:
+            assert [bool(teller.filter(text)) for _ in range(2)] == [True, False]
+            assert len(list(folder.iterdir())) == 1
+        assert teller.filters == before and not folder.exists()
+
+
+def test_a_process_whose_maker_went_during_a_run_goes_after_it(monkeypatch):
+    left = []
+    monkeypatch.setattr(apart.os, "_exit", left.append)
+    with apart.at_a_run():
+        pass
+    assert left == []  # nobody made this one
+    monkeypatch.setattr(apart, "_left_alone", lambda patience: patience == 0)
+    with apart.at_a_run():
+        assert apart._at_a_run.is_set() and left == []
+    assert left == [130] and not apart._at_a_run.is_set()
 
 
 def test_cells_are_told_of_one_by_one(tmp_path):
