@@ -16,7 +16,7 @@ from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import Experiment
 from fedbasin.papers import PaperError, Result, lines_of, load_table, results, table_names
 from fedbasin.papers.grid import experiment_of, fingerprint, tasks_of
-from fedbasin.papers.page import page
+from fedbasin.papers.page import page, section
 from fedbasin.papers.results import (
     append,
     data_share,
@@ -267,9 +267,9 @@ def test_a_run_that_diverged_or_never_got_there_is_counted():
         line("scaffold", "a", 0, 60.0),
         line("scaffold", "a", 1, 20.0, status="diverged"),  # scored before it did
         line("scaffold", "a", 2, None),
-        line("scaffold", "a", 3, None),
+        line("scaffold", "a", 3, None, status="diverged"),
     )
-    assert found.ours == "60.00 (4 seeds), 1 diverged, 2 without a score"
+    assert found.ours == "60.00 (4 seeds), 2 diverged, 1 without a score"
     assert shown(line("scaffold", "a", 0, None)).ours == "no score (1 seed)"
 
 
@@ -341,9 +341,9 @@ def test_a_finding_that_names_no_cell_speaks_of_all():
 def test_rounds_have_no_digits_and_a_printed_spread_is_shown():
     spread = "[spread]\nscaffold = [1.26, 0.5]\n[published]"
     table = read_table(COUNTED_TOML.replace("[published]", spread), "x/table1")
-    results = [line("scaffold", "a", seed, 50.0 + seed, table=table) for seed in (0, 1, 2)]
+    results = [line("scaffold", "a", seed, 50.0 + 2 * seed, table=table) for seed in (0, 1)]
     (found,) = lines_of(table, results, table.rows[1:], table.columns[:1])
-    assert (found.paper, found.ours, found.difference) == ("60 ± 1", "51 ± 1 (3 seeds)", "-9")
+    assert (found.paper, found.ours, found.difference) == ("60 ± 1", "51 ± 1 (2 seeds)", "-9")
     points = read_table(TOML.replace("[published]", spread), "x/table1")
     (found,) = lines_of(points, [], points.rows[1:], points.columns[:1])
     assert found.paper == "60.00 ± 1.26"
@@ -504,9 +504,9 @@ def test_the_hash_is_of_what_can_change_a_result():
     cell = table.rows[0], table.columns[0]
     here = experiment_of(table, *cell, seed=0)
     assert fingerprint(here) == fingerprint(experiment_of(table, *cell, seed=0, device="cpu"))
-    for section, free in FREE:
-        changed = replace(getattr(here, section), **free)
-        assert fingerprint(here) == fingerprint(replace(here, **{section: changed})), free
+    for name, free in FREE:
+        changed = replace(getattr(here, name), **free)
+        assert fingerprint(here) == fingerprint(replace(here, **{name: changed})), free
     other = replace(here, local=replace(here.local, lr=0.02))
     assert len({fingerprint(e) for e in (here, other, replace(here, seed=1))}) == 3
     assert fingerprint(here) != fingerprint(replace(here, sim=replace(here.sim, precision="fp64")))
@@ -580,3 +580,19 @@ def test_the_page_shows_a_result_with_its_device_and_reason(monkeypatch):
     assert "- Found (`scaf*; b`): another split" in text and "Run on a GPU, cpu." in text
     assert "50.00 (1 seed), reduced: 10 of 100 rounds" in text
     assert "| ima/t | 4 | 4 | 1 | 0 | 1 |" in text
+
+
+def test_a_section_of_some_cells_speaks_of_these_alone():
+    mine = [line("scaffold", "b", 0, 10.0, device="a GPU"), line("fedavg", "a", 0, 10.0)]
+    text = section(TABLE, mine, TABLE.rows[:1], TABLE.columns)
+    assert "Run on cpu." in text and "Found" not in text
+    assert "Found" in section(TABLE, mine, TABLE.rows[1:], TABLE.columns)
+
+
+def test_the_reasons_why_cells_cannot_run_are_in_one_order():
+    more = "".join(f'[[columns]]\nname = "{name}"\ncannot = "{name}"\n' for name in "ihgfedc")
+    toml = TOML.split("[published]")[0].replace("[[findings]]", f"{more}[[findings]]")
+    table = read_table(toml, "x/table1")
+    text = section(table, [], table.rows, table.columns)
+    told = "".join(f"- Cannot be run: {name}.\n" for name in "cdefghi")
+    assert told in text and text.endswith("\nNothing of it has been run yet.\n")

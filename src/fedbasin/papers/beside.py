@@ -83,9 +83,7 @@ def _line(table: Table, row: Axis, column: Axis, gathered: dict[tuple[str, str],
     gain_ours = _paired_gain(ours, base_ours)
     mine = fmean(ours.scores.values()) if ours and ours.scores else None
     difference = _minus(mine, published.value)
-    digits = 0 if table.score_of(row, column).kind == "rounds_to_target" else 2
-    if table.score_of(row, column).kind == "note":
-        digits = 4
+    digits = {"rounds_to_target": 0, "note": 4}.get(table.score_of(row, column).kind, 2)
     return Line(
         row=row.name,
         column=column.name,
