@@ -411,7 +411,8 @@ def test_results_of_other_settings_are_left_out():
     )
     assert fresh(TABLE, [old]) == [old]
     assert fresh(changed, [old]) == []
-    assert fresh(TABLE, [replace(old, row="gone"), replace(old, table="x/table2")]) == []
+    for gone in ({"row": "gone"}, {"column": "gone"}, {"table": "x/table2"}):
+        assert fresh(TABLE, [replace(old, **gone)]) == []
 
 
 @pytest.mark.parametrize("score", ['kind = "accuracy_send"', "last = 3"])
