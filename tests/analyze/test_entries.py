@@ -30,7 +30,7 @@ from fedbasin.core.figure_data import (
 )
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.core.vectors import shares
-from fedbasin.experiment.config import DataConfig
+from fedbasin.experiment.config import ConfigError, DataConfig
 from fedbasin.experiment.subjects import open_subject
 
 BASE = Experiment(
@@ -408,6 +408,20 @@ def test_mistakes_are_one_line(arguments, words, runs, monkeypatch, capsys, tmp_
 def test_groups_of_clients_are_read():
     assert read_groups("0-2,7") == (frozenset({0, 1, 2}), frozenset({7}))
     assert read_groups("0+3+5-6") == (frozenset({0, 3, 5, 6}),)
+
+
+def test_models_are_measured_where_one_asks_and_all_else_is_the_run_s(runs):
+    (as_run,) = subjects(runs, "few")
+    here = open_subject(runs / "few", device="cpu")
+    assert [len(here.data.cohort(n)) for n in range(1, 5)] == [r.replies for r in as_run.records]
+    with pytest.raises(ConfigError, match="'nowhere' is not a device"):
+        _ = open_subject(runs / "few", device="nowhere").data
+
+
+def test_a_run_without_a_final_model_is_to_be_finished(runs, tmp_path):
+    (tmp_path / "config.toml").write_text((runs / "bare" / "config.toml").read_text())
+    with pytest.raises(AnalysisError, match=f"finish it with fedbasin resume {tmp_path}"):
+        open_subject(tmp_path).data.final()
 
 
 def test_training_rows_belong_to_the_clients_that_hold_them(runs):

@@ -147,21 +147,27 @@ def test_runs_stop_and_save_where_the_process_that_began_them_is_gone(number, tm
 
 
 IDLE = """
-import os, time
+import os, time, torch
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from fedbasin.experiment.apart import join_pool
 spawn = get_context("spawn")
 pool = ProcessPoolExecutor(1, spawn, initializer=join_pool, initargs=(Path("none"),))
-print(pool.submit(os.getpid).result(), flush=True)
+print(*(pool.submit(ask).result() for ask in (os.getpid, torch.get_num_threads)), flush=True)
 time.sleep(100)
 """
 
 
 def test_a_process_that_waits_for_a_run_goes_with_the_one_that_made_it():
-    process = subprocess.Popen([sys.executable, "-c", IDLE], stdout=subprocess.PIPE, text=True)
-    assert int(process.stdout.readline()) != process.pid
+    process = subprocess.Popen(
+        [sys.executable, "-c", IDLE],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    made, threads = map(int, process.stdout.readline().split())
+    assert made != process.pid and threads == 1
     process.kill()
     process.communicate(timeout=30)  # until nobody holds its output
 

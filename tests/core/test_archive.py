@@ -1,5 +1,7 @@
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from fedbasin.core.archive import Archive, ArchiveError
 
 @pytest.fixture
 def archive(tmp_path):
-    return Archive(tmp_path / "archive")
+    return Archive(tmp_path / "run" / "archive")
 
 
 def names(archive):
@@ -32,7 +34,22 @@ def test_models_of_many_clients_and_rounds_are_kept_apart(archive):
 
 def test_nothing_is_made_before_the_first_model(archive):
     archive.sweep()
+    archive.keep([(0, 0)])
+    archive.sweep()
     assert not archive.folder.exists()
+
+
+def test_a_model_is_whole_on_disk_before_it_has_its_name(archive, monkeypatch):
+    held = []
+
+    def look(file):
+        (path,) = archive.folder.iterdir()
+        assert path.stat().st_ino == os.fstat(file).st_ino and path.suffix == ".part"
+        held.append(np.load(path).tolist())
+
+    monkeypatch.setattr(os, "fsync", look)
+    archive.put(3, 7, torch.arange(4.0))
+    assert held == [[0, 1, 2, 3]] and names(archive) == ["client000003-round000007.npy"]
 
 
 def test_a_mapped_model_is_neither_changed_by_a_new_one_nor_changes_the_file(archive):

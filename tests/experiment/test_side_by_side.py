@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from fedbasin import Experiment, compare, resume, run
 from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RunFolder
-from fedbasin.experiment import runs
+from fedbasin.experiment import apart, pool, runs
+from fedbasin.experiment.apart import _Once, said_once
 from fedbasin.experiment.config import PartitionConfig, SimConfig
 from fedbasin.experiment.pool import outcomes
 from fedbasin.experiment.runs import Cell, cells, run_cells
+from fedbasin.sim.run import Interrupted
 
 SMALL = Experiment(
     model="mlp(widths=(8,))",
@@ -84,6 +89,99 @@ def test_a_killed_process_is_replaced_and_its_cell_begun_again_once(tmp_path):
     assert str(tmp_path / "always") in str(failed)
     tries = {"once": 2, "a": 1, "b": 1, "c": 1}
     assert found == {name: {"tries": count} for name, count in tries.items()}
+
+
+@pytest.fixture
+def seats(monkeypatch):
+    """Seats that work in this process, with how often each was told to go."""
+    made = []
+
+    class Seat:
+        def __init__(self, folder):
+            self.gone, self.pool = 0, SimpleNamespace(shutdown=self.shutdown)
+            made.append(self)
+
+        def shutdown(self, *, cancel_futures):
+            self.gone += cancel_futures
+
+        def submit(self, work, cell):
+            future = Future()
+            try:
+                future.set_result(work(cell))
+            except BaseException as error:
+                future.set_exception(error)
+            return future
+
+    monkeypatch.setattr(pool, "_Seat", Seat)
+    return made
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 3])
+def test_cells_that_come_later_are_run_and_one_that_fails_stops_no_other(jobs, seats, tmp_path):
+    def work(cell):
+        if cell.path.name == "b":
+            raise ValueError("no luck")
+        return {"name": cell.path.name}
+
+    waiting, ends = {"a": "d", "d": "ef"}, {}
+
+    def more():
+        names = "".join(waiting.pop(name) for name in ends if name in waiting)
+        return [Cell(SMALL, tmp_path / name) for name in names]
+
+    layout = [Cell(SMALL, tmp_path / name) for name in "abc"]
+    for cell, end in outcomes(work, layout, jobs, more, tmp_path):
+        assert cell.path.name not in ends
+        ends[cell.path.name] = end
+    assert str(ends.pop("b")) == "no luck"
+    assert ends == {name: {"name": name} for name in "acdef"}
+    assert [seat.gone for seat in seats] == ([1] * jobs if jobs > 1 else [])
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("stop", [Interrupted, KeyboardInterrupt])
+def test_a_stop_begins_no_further_cell_and_sends_every_seat_home(stop, jobs, seats, tmp_path):
+    begun = []
+
+    def work(cell):
+        begun.append(cell.path.name)
+        raise stop
+
+    layout = [Cell(SMALL, tmp_path / name) for name in "abcd"]
+    with pytest.raises(stop):
+        list(outcomes(work, layout, jobs, list, tmp_path))
+    assert begun == list("abcd")[:jobs]
+    assert [seat.gone for seat in seats] == ([1] * jobs if jobs > 1 else [])
+
+
+def test_a_text_passes_once_among_processes_and_always_where_they_share_no_folder(tmp_path):
+    text, other = (logging.makeLogRecord({"msg": "%s", "args": (word,)}) for word in "ab")
+    here, there = _Once(tmp_path), _Once(tmp_path)
+    assert [here.filter(text), there.filter(text), there.filter(other)] == [True, False, True]
+    gone = _Once(tmp_path / "gone")
+    assert gone.filter(text) and gone.filter(text)
+
+
+def test_a_text_is_held_back_in_its_own_comparison_alone():
+    teller = logging.getLogger("fedbasin.experiment")
+    before, text = list(teller.filters), logging.makeLogRecord({"msg": "a"})
+    for _ in range(2):
+        with said_once() as folder:
+            assert [bool(teller.filter(text)) for _ in range(2)] == [True, False]
+            assert len(list(folder.iterdir())) == 1
+        assert teller.filters == before and not folder.exists()
+
+
+def test_a_process_whose_maker_went_during_a_run_goes_after_it(monkeypatch):
+    left = []
+    monkeypatch.setattr(apart.os, "_exit", left.append)
+    with apart.at_a_run():
+        pass
+    assert left == []  # nobody made this one
+    monkeypatch.setattr(apart, "_left_alone", lambda patience: patience == 0)
+    with apart.at_a_run():
+        assert apart._at_a_run.is_set() and left == []
+    assert left == [130] and not apart._at_a_run.is_set()
 
 
 def test_cells_are_told_of_one_by_one(tmp_path):

@@ -83,6 +83,12 @@ def test_the_two_servers_agree_only_when_all_take_part():
     assert np.linalg.norm(paper[-1] - release[-1]) > 1e-2
 
 
+def test_lambda_may_be_small_but_not_without_end():
+    assert FedSpeed(lam=0.01).own_rules()[0].alpha == pytest.approx(100)
+    with pytest.raises(ValueError, match="lam must be above 0 and finite, got inf"):
+        FedSpeed(lam=np.inf)
+
+
 @pytest.mark.parametrize(
     "source", ["wima(fedspeed, window=2)", "ima(fedspeed(server='release'), start=0.0)"]
 )

@@ -16,9 +16,10 @@ from torch import nn
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
-from fedbasin.core.rule import LocalRule, Setting
+from fedbasin.core.rule import LocalRule, Setting, Start
 from fedbasin.local import SGD
 from fedbasin.methods import Mime, MimeLite, Scaffold
+from fedbasin.methods.mimelite import FullGradient, ReportGradient
 from fedbasin.models.dropout import Dropout
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.population import Population
@@ -157,6 +158,13 @@ def test_the_cohort_engine_trains_mime_like_the_loop_with_two_chunks():
     same_models(federation, replace(federation, executor=chunks), 1e-9)
 
 
+def test_a_client_without_rows_reports_a_gradient_of_zero():
+    nothing, none = torch.zeros(()), FullGradient(torch.zeros(3))
+    start = Start(torch.ones(3), (), (), *[nothing] * 5, torch.zeros(2), none)
+    _, report = ReportGradient().end((), start, None)
+    assert report.gradient.tolist() == [0, 0, 0]
+
+
 class Squared(LocalRule):
     owns = frozenset({"loss"})
 
@@ -176,8 +184,9 @@ def test_cautions(make):
 
 @pytest.mark.parametrize("name", ["mime", "mimelite"])
 def test_bad_settings_are_refused(name):
-    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\), got 1"):
-        parse(f"{name}(momentum=1.0)", "method")
+    for momentum in (1.0, -0.1):
+        with pytest.raises(ValueError, match=rf"momentum must be in \[0, 1\), got {momentum}"):
+            parse(f"{name}(momentum={momentum})", "method")
     with pytest.raises(ValueError, match="server_lr must be above 0, got 0"):
         parse(f"{name}(server_lr=0.0)", "method")
 

@@ -221,11 +221,18 @@ def test_the_momentum_wraps_any_update():
         ("fedadam(beta1=1)", "beta1"),
         ("fedadam(beta2=-0.1)", "beta2"),
         ("fedyogi(tau=0)", "tau"),
-        ("fedyogi(lr=-1)", "lr"),
-        ("fedadam(restart=75)", "restart"),
+        ("fedyogi(lr=0)", "lr"),
+        ("fedadam(restart=1.5)", "restart"),
+        ("fedadam(restart=-0.1)", "restart"),
         ("fedadagrad(first='one')", "first"),
     ],
 )
 def test_bad_settings_are_named(source, word):
     with pytest.raises(ValueError, match=word):
         parse(source, "method")
+
+
+@pytest.mark.parametrize("restart", [0.0, 1.0])
+def test_a_restart_before_the_first_round_or_after_the_last_changes_nothing(restart):
+    d = np.random.default_rng(3).normal(size=(4, 4))
+    np.testing.assert_array_equal(walk_along(FedAdam(restart=restart), d), walk_along(FedAdam(), d))

@@ -91,11 +91,21 @@ def test_bfloat16_halves_the_memory_and_keeps_three_digits_of_the_movement():
         mean(empty(3, models[0]))
 
 
-def test_a_window_forgets_what_a_huge_model_rounded_away():
-    window = empty(3, torch.zeros(1, dtype=torch.float64))
+@pytest.mark.parametrize(("width", "expected"), [(1, 5.0), (3, 4.0)])
+def test_a_window_forgets_what_a_huge_model_rounded_away(width, expected):
+    window = empty(width, torch.zeros(1, dtype=torch.float64))
     for model in (0.0, 1e20, 1.0, 2.0, 3.0, 4.0, 5.0):
         window = push(window, torch.tensor([model], dtype=torch.float64))
-    assert mean(window).item() == 4.0
+    assert mean(window).item() == expected
+
+
+def test_but_once_in_a_window_a_push_looks_at_the_oldest_and_the_newest_alone():
+    window = empty(4, torch.zeros(1))
+    for model in (0.0, 1.0, 2.0, 3.0, 4.0):
+        window = push(window, torch.tensor([model]))
+    others = tuple(slot if place == 1 else slot * torch.nan for place, slot in
+                   enumerate(window.slots))  # fmt: skip
+    assert mean(push(replace(window, slots=others), torch.tensor([5.0]))).item() == 3.5
 
 
 @pytest.mark.parametrize("method", [WIMA(window=3), IMA(window=3)], ids=str)

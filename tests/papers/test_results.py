@@ -16,8 +16,17 @@ from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import Experiment
 from fedbasin.papers import PaperError, Result, lines_of, load_table, results, table_names
 from fedbasin.papers.grid import experiment_of, fingerprint, tasks_of
-from fedbasin.papers.page import page
-from fedbasin.papers.results import append, data_share, fresh, parse, read, score_of, shipped
+from fedbasin.papers.page import page, section
+from fedbasin.papers.results import (
+    append,
+    data_share,
+    fresh,
+    parse,
+    read,
+    result_of,
+    score_of,
+    shipped,
+)
 from fedbasin.papers.tables import Score, read_table
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -78,7 +87,7 @@ def test_scores_are_what_the_papers_average():
             accuracy=n / 100,
             accuracy_send=n / 200,
             accuracy_train=n / 50,
-            notes={"gamma": float(n)},
+            notes={"gamma": float(n), "count": n, "kind": "odd"},
         )
         for n in range(1, 21)
     ]
@@ -86,7 +95,7 @@ def test_scores_are_what_the_papers_average():
     assert score_of(Score("accuracy_send", last=2), records) == pytest.approx(9.75)
     assert score_of(Score("accuracy_train", last=2), records) == pytest.approx(39)
     assert score_of(Score("accuracy_train"), [RoundRecord(1, accuracy=0.5)]) is None
-    assert score_of(Score("rounds_to_target", last=1, target=12.5), records) == 13
+    assert score_of(Score("rounds_to_target", last=1, target=12.1), records) == 13
     assert score_of(Score("rounds_to_target", last=4, target=12.5), records) == 14  # 11 to 14
     assert score_of(Score("rounds_to_target", last=10, target=5.5), records) == 10  # not before
     assert score_of(Score("rounds_to_target", last=1, target=21.0), records) is None
@@ -94,7 +103,9 @@ def test_scores_are_what_the_papers_average():
     assert score_of(Score("rounds_to_target", last=2, target=40), falling) == 2
     assert score_of(Score("note", note="gamma", between=(3, 5)), records) == 4
     assert score_of(Score("note", note="gamma", between=(90, 110)), records) is None
-    assert score_of(Score("note", note="other", between=(3, 5)), records) is None
+    assert score_of(Score("note", note="count", between=(3, 5)), records) == 4
+    for name in ("other", "kind"):
+        assert score_of(Score("note", note=name, between=(3, 5)), records) is None
     assert score_of(Score(), []) is None
 
 
@@ -233,12 +244,14 @@ def test_the_share_of_the_data_is_what_the_run_had_of_what_was_published(monkeyp
     half = SimpleNamespace(train=range(25_000), test=range(5_000))
     monkeypatch.setattr("fedbasin.data.load", lambda name, data_dir: half)
     assert data_share("cifar100", folder) == 0.5  # a run from before that was recorded
-    (tmp_path / "data.json").write_text('{"rows": 15000, "hash": ""}')
-    assert data_share("cifar100", folder) == 0.25
+    (tmp_path / "data.json").write_text('{"rows": 10000, "hash": ""}')
+    assert data_share("cifar100", folder) == 0.1667
     assert data_share("hf:some/images", folder) == 1  # nothing is known of it
     sources = [SimpleNamespace(rows=rows) for rows in ((10_000, 0), (50_000, 10_000), None)]
     monkeypatch.setitem(results.SOURCES, "in parts", sources)
-    assert data_share("in parts", folder) == 0.25  # of the largest
+    assert data_share("in parts", folder) == 0.1667  # of the largest
+    monkeypatch.setitem(results.SOURCES, "uncounted", sources[2:])
+    assert data_share("uncounted", folder) == 1
 
 
 def test_full_length_runs_stand_before_reduced_ones():
@@ -254,8 +267,9 @@ def test_a_run_that_diverged_or_never_got_there_is_counted():
         line("scaffold", "a", 0, 60.0),
         line("scaffold", "a", 1, 20.0, status="diverged"),  # scored before it did
         line("scaffold", "a", 2, None),
+        line("scaffold", "a", 3, None, status="diverged"),
     )
-    assert found.ours == "60.00 (3 seeds), 1 diverged, 1 without a score"
+    assert found.ours == "60.00 (4 seeds), 2 diverged, 1 without a score"
     assert shown(line("scaffold", "a", 0, None)).ours == "no score (1 seed)"
 
 
@@ -265,8 +279,10 @@ def test_the_last_line_of_a_seed_counts():
 
 
 def test_the_smallest_part_of_the_data_is_told():
-    results = [line("scaffold", "a", seed, 60.0, data_share=0.25 * (seed + 1)) for seed in (0, 1)]
-    assert shown(*results).ours == "60.00 ± 0.00 (2 seeds), on 25% of the data"
+    shares = (0.5, 0.25, 1.0)
+    found = shown(*(line("scaffold", "a", n, 60.0, data_share=s) for n, s in enumerate(shares)))
+    assert found.ours == "60.00 ± 0.00 (3 seeds), on 25% of the data"
+    assert found.verdict == "other data"
 
 
 def test_nearly_all_of_the_data_is_all_of_it():
@@ -280,11 +296,97 @@ def test_lines_go_down_one_column_after_another():
     ]
 
 
+@pytest.mark.parametrize(
+    ("base", "verdict"),
+    [
+        (39.2, "gain"),  # 0.8, as the paper has
+        (39.7, "missed, no reason yet"),
+        (38.0, "gain"),  # a gain may be more than double
+        (40.5, "missed, no reason yet"),
+    ],
+)
+def test_a_gain_of_less_than_a_point_is_a_gain(base, verdict):
+    table = read_table(TOML.replace("[50.0, 50.0]", "[59.2, 59.2]"), "x/table1")
+    results = [
+        line("scaffold", "a", 0, 40.0, table=table),
+        line("fedavg", "a", 0, base, table=table),
+    ]
+    (found,) = lines_of(table, results, table.rows[1:], table.columns[:1])
+    assert (found.gain_paper, found.verdict) == ("+0.80", verdict)
+
+
+def test_where_the_paper_prints_no_baseline_there_is_no_gain_to_share():
+    table = read_table(TOML.replace("[50.0, 50.0]", '["figure", 50.0]'), "x/table1")
+    results = [line(row, "a", 0, 40.0, table=table) for row in ("fedavg", "scaffold")]
+    (found,) = lines_of(table, results, table.rows[1:], table.columns[:1])
+    assert (found.gain_paper, found.gain_ours) == ("-", "+0.00")
+    assert found.verdict == "missed, no reason yet"
+
+
+def test_a_finding_speaks_of_cells_that_match_any_of_its_patterns():
+    table = read_table(TOML.replace('["scaf*"]', '["fedavg", "scaf*"]'), "x/table1")
+    (found,) = lines_of(
+        table, [line("scaffold", "b", 0, 10.0, table=table)], table.rows[1:], table.columns[1:]
+    )
+    assert found.verdict == "missed"
+
+
 def test_a_finding_that_names_no_cell_speaks_of_all():
     table = read_table(TOML.replace('rows = ["scaf*"]\ncolumns = ["b"]\n', ""), "x/table1")
     results = [line(row, "a", 0, 10.0, table=table) for row in ("fedavg", "scaffold")]
     lines = lines_of(table, results, table.rows, table.columns[:1])
     assert [found.verdict for found in lines] == ["missed", "missed"]
+
+
+def test_rounds_have_no_digits_and_a_printed_spread_is_shown():
+    spread = "[spread]\nscaffold = [1.26, 0.5]\n[published]"
+    table = read_table(COUNTED_TOML.replace("[published]", spread), "x/table1")
+    results = [line("scaffold", "a", seed, 50.0 + 2 * seed, table=table) for seed in (0, 1)]
+    (found,) = lines_of(table, results, table.rows[1:], table.columns[:1])
+    assert (found.paper, found.ours, found.difference) == ("60 ± 1", "51 ± 1 (2 seeds)", "-9")
+    points = read_table(TOML.replace("[published]", spread), "x/table1")
+    (found,) = lines_of(points, [], points.rows[1:], points.columns[:1])
+    assert found.paper == "60.00 ± 1.26"
+
+
+def test_a_line_says_what_its_run_folder_says(tmp_path):
+    table = read_table(TOML.replace("[setup]", '[setup]\ndata.name = "cifar100"'), "x/table1")
+    (task,), _ = tasks_of(table, table.rows[1:], table.columns[:1], [4], share=0.5)
+    folder, made = RunFolder(tmp_path), {"commit": "c0ffee", "device": "a GPU"}
+    folder.write_summary(made | {"status": "finished", "versions": {"torch": "2"}, "python": "3.11",
+                                 "seconds": 12.34567})  # fmt: skip
+    folder.branch.write_text('{"rounds": 20}')
+    (tmp_path / "data.json").write_text('{"rows": 30000}')
+    folder.append(RoundRecord(1, accuracy=0.123456789))
+    folder.append(RoundRecord(2))
+    given = {
+        "table": "x/table1", "row": "scaffold", "column": "a", "seed": 4, "score": 12.3457,
+        "measure": "accuracy (%), mean of the last 10 rounds", "rounds": 50, "full_rounds": 100,
+        "shared_rounds": 20, "data_share": 0.5, "status": "finished", "config": task.config,
+        "command": task.command, "versions": {"torch": "2", "python": "3.11"}, "seconds": 12.35,
+        "accuracies": {"1": 12.3457},
+    }  # fmt: skip
+    assert result_of(task, tmp_path) == Result(**given, **made)
+    folder.rounds.unlink()  # it diverged in its first round
+    folder.branch.unlink()
+    bare = result_of(task, tmp_path)
+    assert (bare.score, bare.shared_rounds, bare.accuracies) == (None, 0, {})
+
+
+def test_the_score_of_a_row_stands_before_that_of_its_column(tmp_path):
+    toml = TOML.replace('name = "a"', 'name = "a"\nscore = { kind = "accuracy_send", last = 3 }')
+    score = 'score = { kind = "note", note = "gamma", between = [1, 5], last = 7 }'
+    table = read_table(toml.replace('over = "fedavg"', score), "x/table1")
+    (task,), _ = tasks_of(table, table.rows[1:], table.columns[:1], [0])
+    assert task.experiment.sim.evaluate_last == 7
+    folder = RunFolder(tmp_path)
+    folder.append(RoundRecord(1, accuracy_send=0.5, notes={"gamma": 0.25}))
+    folder.write_summary({"status": "finished"})
+    written = result_of(task, tmp_path)
+    assert (written.score, written.measure) == (0.25, "gamma, mean of rounds 1 to 5")
+    assert written.key == task.key and fresh(table, [written]) == [written]
+    (found,) = lines_of(table, [written], table.rows[1:], table.columns[:1])
+    assert (found.ours, found.verdict) == ("0.2500 (1 seed)", "-")
 
 
 def test_notes_have_four_digits_and_no_verdict():
@@ -311,7 +413,8 @@ def test_results_of_other_settings_are_left_out():
     )
     assert fresh(TABLE, [old]) == [old]
     assert fresh(changed, [old]) == []
-    assert fresh(TABLE, [replace(old, row="gone"), replace(old, table="x/table2")]) == []
+    for gone in ({"row": "gone"}, {"column": "gone"}, {"table": "x/table2"}):
+        assert fresh(TABLE, [replace(old, **gone)]) == []
 
 
 @pytest.mark.parametrize("score", ['kind = "accuracy_send"', "last = 3"])
@@ -346,11 +449,23 @@ def test_two_commands_that_add_lines_at_once_keep_both(tmp_path, monkeypatch):
 
 
 def test_lines_are_written_once_and_read_back(tmp_path):
-    path = tmp_path / "deep" / "results.jsonl"
+    path = tmp_path / "far" / "deep" / "results.jsonl"
     first, second = line("fedavg", "a", 0, 50.0), line("fedavg", "a", 1, None)
     for result in (first, second, first):
         append(path, result)
     assert read(path) == [first, second]
+
+
+def test_lines_without_a_word_are_skipped():
+    written = json.dumps(asdict(line("fedavg", "a", 0, 50.0)))
+    assert len(parse(f"\n{written}\n  \n{written}\n", "f.jsonl")) == 2
+
+
+def test_a_line_is_whole_on_disk_when_it_is_added(tmp_path, monkeypatch):
+    path, held = tmp_path / "results.jsonl", []
+    monkeypatch.setattr(results.os, "fsync", lambda file: held.append(read(path)))
+    append(path, line("fedavg", "a", 0, 50.0))
+    assert held == [read(path)] != [[]]
 
 
 def test_a_line_cut_short_by_a_crash_is_left_behind(tmp_path):
@@ -373,8 +488,18 @@ def test_a_bad_line_is_refused_by_file_line_and_field(change, told):
     with pytest.raises(PaperError, match=r"f\.jsonl, line 2") as refused:
         parse(text, "f.jsonl")
     assert told in str(refused.value)
+    with pytest.raises(PaperError, match="line 2: the fields must be table, row"):
+        parse("\n3\n", "f.jsonl")
     with pytest.raises(PaperError, match="line 1 is not JSON"):
         parse("{\n{}\n", "f.jsonl")
+
+
+FREE = [  # where, how fast and what to keep
+    ("sim", {"executor": "ray", "address": "head:10001", "workers": 2}),
+    ("sim", {"executor": "cohort", "chunk": 3, "compile": "off", "memory": 5.0}),
+    ("sim", {"checkpoint_every": 7, "client_memory": 1.0}),
+    ("snapshots", {"clients": True, "every": 5, "rounds": (1,)}),
+]
 
 
 def test_the_hash_is_of_what_can_change_a_result():
@@ -382,12 +507,9 @@ def test_the_hash_is_of_what_can_change_a_result():
     cell = table.rows[0], table.columns[0]
     here = experiment_of(table, *cell, seed=0)
     assert fingerprint(here) == fingerprint(experiment_of(table, *cell, seed=0, device="cpu"))
-    kept = replace(here, snapshots=replace(here.snapshots, every=5))
-    assert fingerprint(here) == fingerprint(kept)
-    for name, value in {"workers": 2, "checkpoint_every": 7, "executor": "loop"}.items():
-        assert fingerprint(here) == fingerprint(
-            replace(here, sim=replace(here.sim, **{name: value}))
-        )
+    for name, free in FREE:
+        changed = replace(getattr(here, name), **free)
+        assert fingerprint(here) == fingerprint(replace(here, **{name: changed})), free
     other = replace(here, local=replace(here.local, lr=0.02))
     assert len({fingerprint(e) for e in (here, other, replace(here, seed=1))}) == 3
     assert fingerprint(here) != fingerprint(replace(here, sim=replace(here.sim, precision="fp64")))
@@ -428,8 +550,9 @@ def test_a_share_of_the_rounds_is_never_none_of_them():
         "fedbasin paper run ima/table1 --rows fedavg --columns 'fmnist cnn shards2' --seeds 0 "
         "--rounds 0.001"
     )
-    with pytest.raises(PaperError, match=r"--rounds is 1\.5"):
-        tasks_of(table, table.rows, table.columns, [0], share=1.5)
+    for share in (1.5, 0.0, -0.5):
+        with pytest.raises(PaperError, match=rf"--rounds is {share}: .* in \(0, 1\]"):
+            tasks_of(table, table.rows, table.columns, [0], share=share)
 
 
 def test_the_results_that_ship_belong_to_the_tables_as_they_are():
@@ -476,3 +599,19 @@ def test_the_page_shows_a_result_with_its_device_and_reason(monkeypatch):
     assert "50.00 (1 seed), reduced: 10 of 100 rounds" in text
     # cells, can run, at full length, near, gain, missed, reduced
     assert "| ima/t | 6 | 4 | 1 | 0 | 0 | 1 | 1 |\n| **all** | 12 | 8 | 2 | 0 | 0 | 2 | 2 |" in text
+
+
+def test_a_section_of_some_cells_speaks_of_these_alone():
+    mine = [line("scaffold", "b", 0, 10.0, device="a GPU"), line("fedavg", "a", 0, 10.0)]
+    text = section(TABLE, mine, TABLE.rows[:1], TABLE.columns)
+    assert "Run on cpu." in text and "Found" not in text
+    assert "Found" in section(TABLE, mine, TABLE.rows[1:], TABLE.columns)
+
+
+def test_the_reasons_why_cells_cannot_run_are_in_one_order():
+    more = "".join(f'[[columns]]\nname = "{name}"\ncannot = "{name}"\n' for name in "ihgfedc")
+    toml = TOML.split("[published]")[0].replace("[[findings]]", f"{more}[[findings]]")
+    table = read_table(toml, "x/table1")
+    text = section(table, [], table.rows, table.columns)
+    told = "".join(f"- Cannot be run: {name}.\n" for name in "cdefghi")
+    assert told in text and text.endswith("\nNothing of it has been run yet.\n")

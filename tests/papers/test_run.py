@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from fedbasin.cli import app
 from fedbasin.core.lock import alone_in
-from fedbasin.core.record import RunFolder
+from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import from_mapping, run
 from fedbasin.experiment.config import override
 from fedbasin.experiment.runs import Branch, run_cell
 from fedbasin.papers import load_table, reason, table_names, tasks_of
-from fedbasin.papers.results import read
+from fedbasin.papers.results import append, read, result_of
 from fedbasin.papers.run import Grid, over
 from fedbasin.papers.tables import read_table, select
 
@@ -427,6 +427,35 @@ def test_a_cell_that_ends_costs_no_look_at_the_settings_of_all(tmp_path, monkeyp
     assert grid.waiting() and grid.unfinished() and grid.lines() == []
     grid.collect()
     assert hashed == []
+
+
+def test_a_run_is_done_while_a_line_of_it_is_missing_and_its_lines_come_from_its_folder(tmp_path):
+    tasks, _ = tasks_of(TABLE, TABLE.rows[:2], TABLE.columns[:1], [0])
+    path, written = tasks[0].folder(tmp_path), tmp_path / "results.jsonl"
+    grid = Grid(tuple(tasks), tmp_path, written)
+    assert grid.unfinished() == {path: tasks[0].experiment}
+    grid.collect()  # nothing is over
+    assert grid.lines() == [] and not written.exists()
+
+    path.mkdir()
+    folder = RunFolder(path)
+    folder.append(RoundRecord(1, accuracy=0.5, accuracy_send=0.25))
+    folder.write_summary({"status": "diverged"})
+    first = result_of(tasks[0], path)
+    append(written, first)
+    assert grid.unfinished() == {}
+    grid.collect()
+    assert [(line.row, line.score) for line in grid.lines()] == [
+        ("fedavg", 25.0),
+        ("fedavg+wima", 50.0),
+    ]
+    assert [line.row for line in Grid((tasks[1],), tmp_path, written).lines()] == ["fedavg+wima"]
+
+    folder.summary.unlink()
+    assert grid.unfinished() == {}  # all of it is written
+    written.unlink()
+    append(written, first)
+    assert list(grid.unfinished()) == [path]
 
 
 @pytest.mark.parametrize(("status", "done"), [("diverged", True), ("stopped", False)])

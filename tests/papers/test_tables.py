@@ -285,6 +285,20 @@ def test_a_row_s_settings_stand_over_its_column_s_and_those_over_the_table_s():
         assert settings == [(0.2, 16, 2), (0.1, 8, 2), (0.3, 16, 2), (0.3, 8, 2)]
 
 
+def test_a_cell_without_a_method_of_its_own_has_the_table_s_or_is_fedavg():
+    bare = read_table(SMALL.replace('method = "fedavg"\n', ""), "x/table1")
+    assert method_of(bare, bare.rows[0], bare.columns[0]) == "fedavg"
+    toml = SMALL.replace('method = "fedavg"\n', "").replace("[setup]", '[setup]\nmethod = "fedcm"')
+    table = read_table(toml, "x/table1")
+    assert method_of(table, table.rows[0], table.columns[0]) == "fedcm"
+
+
+@pytest.mark.parametrize("place", ["seeds = [0]", 'name = "fedprox"', 'name = "a"'])
+def test_a_reason_may_be_the_table_s_the_row_s_or_the_column_s(place):
+    table = read_table(SMALL.replace(place, f'{place}\ncannot = "why"'), "x/table1")
+    assert reason(table, table.rows[1], table.columns[0]) == "why"
+
+
 def test_a_value_that_is_missing_is_named():
     table = read_table(SMALL.replace("values = { mu = 0.2 }", ""), "x/table1")
     with pytest.raises(PaperError, match=r"fedprox.*'b'.*\{mu\}"):

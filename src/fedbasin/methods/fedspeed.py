@@ -69,7 +69,7 @@ class FedSpeed(Method):
     def __post_init__(self) -> None:
         SAM(self.rho, self.share)  # checks both
         if not 0 < self.lam < math.inf:
-            raise ValueError(f"lam must be above 0, got {self.lam}")
+            raise ValueError(f"lam must be above 0 and finite, got {self.lam}")
 
     def init(self, server: Tensor, context: Context) -> FedSpeedState:
         """Start with r_i = 0 for all clients."""

@@ -247,7 +247,7 @@ def _verdict(cell: Compared) -> str:
         return "reduced"
     if any(result.partial for result in ours.results):
         return "other data"
-    if cell.published.value is None and cell.gain_paper is None:
+    if cell.published.value is None:
         return "-"
     whole = all(result.status != "diverged" for result in ours.results)
     if whole and not rounds and cell.difference is not None and abs(cell.difference) <= NEAR:
