@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ from fedbasin.core.record import RoundRecord
 if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell, More, OnCell
 
+_QUIET_SECONDS = 60  # between two lines where there is no terminal to draw a bar on
+
 
 def wide_console() -> Console:
     """Return a console that cuts no table off where its output goes into a file or a pipe."""
@@ -36,7 +40,14 @@ def wide_console() -> Console:
 def bar(console: Console, *beside: ProgressColumn) -> Progress:
     """Return the display of all long work: what, a bar, how many of how many, how long."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), *beside, console=console, transient=True)
+    return Progress(
+        *columns,
+        TimeElapsedColumn(),
+        *beside,
+        console=console,
+        transient=True,
+        speed_estimate_period=3600,  # rounds may take minutes, and the time left is told from two
+    )
 
 
 def run_with_progress(
@@ -96,20 +107,43 @@ def _watch(
     """Show how many rounds are recorded, and the latest one, until the runs are over."""
     places: dict[Path, int] = {}  # bytes read so far
     rounds: dict[Path, int] = {}
+    told = time.monotonic()
     while not finished.wait(0.3):
+        newest: tuple[Cell, RoundRecord] | None = None
         for cell in tuple(layout):  # which may grow meanwhile
             place = places.get(cell.path, 0)
             lines, places[cell.path] = _new_lines(cell.path / "rounds.jsonl", place)
-            if not lines:
-                continue
-            latest = RoundRecord.read(lines[-1])
-            rounds[cell.path] = latest.round
-            progress.update(
-                task,
-                completed=sum(rounds.values()),
-                description=escape(f"{cell.experiment.method} seed {cell.experiment.seed}"),
-                accuracy="" if latest.accuracy is None else f"{100 * latest.accuracy:5.1f} %",
-            )
+            if lines:
+                newest = cell, RoundRecord.read(lines[-1])
+                rounds[cell.path] = newest[1].round
+        if newest is not None:
+            # Once for all cells: the rounds that were there before are then no sign of speed.
+            _show(*newest, sum(rounds.values()), progress, task)
+        if not progress.console.is_terminal and time.monotonic() - told > _QUIET_SECONDS:
+            told = time.monotonic()
+            _tell(progress, task)
+
+
+def _show(cell: Cell, latest: RoundRecord, done: int, progress: Progress, task: TaskID) -> None:
+    progress.update(
+        task,
+        completed=done,
+        description=escape(f"{cell.experiment.method} seed {cell.experiment.seed}"),
+        accuracy="" if latest.accuracy is None else f"{100 * latest.accuracy:5.1f} %",
+    )
+
+
+def _tell(progress: Progress, task: TaskID) -> None:
+    """Say where the runs are in one line, for a log."""
+    now = progress.tasks[task]
+    gone, left = (
+        None if seconds is None else timedelta(seconds=round(seconds))
+        for seconds in (now.elapsed, now.time_remaining)
+    )
+    ahead = "" if left is None else f", {left} left"
+    latest = f"{now.description} {now.fields['accuracy'].strip()}".strip()
+    line = f"{now.completed:g} of {now.total:g} rounds in {gone}{ahead}; {latest}"
+    Console(stderr=True).print(line, soft_wrap=True, highlight=False)
 
 
 def _new_lines(path: Path, place: int) -> tuple[list[str], int]:
