@@ -173,6 +173,7 @@ def test_the_methods_page_is_up_to_date():
         (["methods", "fedavgg"], ["fedavgg", "fedavg"]),
         (["compare", "fedavg", "fedlaw", "--out", "x"], ["fedlaw", "data.proxy_per_class"]),
         (["run", "--set", "sim.participation=count(clients=99)", "--out", "x"], ["99", "50"]),
+        (["run", "--set", "partition.clients=999"], ["partition.how, dirichlet(alpha=0.1): min"]),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing_behind(

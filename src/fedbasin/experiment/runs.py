@@ -220,8 +220,7 @@ def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: P
         replace(base, method=method, seed=seed).resolved() for seed in seeds for method in methods
     ]
     if twice := [e for i, e in enumerate(found) if e in found[:i]]:
-        said = f"{twice[0].method} with seed {twice[0].seed}"
-        raise ConfigError(f"a comparison lists {said} twice; name each method and seed once")
+        raise ConfigError(f"a comparison lists {twice[0].method} with seed {twice[0].seed} twice")
     for each in found:
         check_needs(each)  # before the first of them is trained
     return [Cell(e, out / slug(e.method) / f"seed{e.seed}") for e in found]
