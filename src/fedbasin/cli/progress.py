@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from fedbasin.core.record import RoundRecord
 
@@ -78,7 +81,8 @@ def run_with_progress(
         torch.set_num_threads(1)
     total = rounds or sum(cell.experiment.rounds for cell in layout)
     accuracy = TextColumn("{task.fields[accuracy]}")
-    with bar(console, TimeRemainingColumn(), accuracy) as progress:
+    stopped = f"stopped; what has been run is kept. Go on with {again}" if again else ""
+    with bar(console, TimeRemainingColumn(), accuracy) as progress, _last_words(stopped, console):
         task = progress.add_task("starting", total=total, accuracy="")
         finished = threading.Event()
         watcher = threading.Thread(target=_watch, args=(layout, progress, task, finished))
@@ -95,10 +99,27 @@ def run_with_progress(
         except (KeyboardInterrupt, Interrupted):
             if not again:
                 raise
-            raise Interrupted(f"stopped; what has been run is kept. Go on with {again}") from None
+            raise Interrupted(stopped) from None
         finally:
             finished.set()
             watcher.join()
+
+
+@contextmanager
+def _last_words(words: str, console: Console) -> Iterator[None]:
+    """Have SIGTERM say so before it ends this process; runs in processes of their own then save."""
+
+    def end(number: int, frame: object) -> None:
+        console.show_cursor()  # which the bar hides
+        Console(stderr=True).print(Text(words), soft_wrap=True)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGTERM, end) if words else signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _watch(
