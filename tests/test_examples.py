@@ -68,6 +68,12 @@ def test_quickstart_is_whole():
         assert parse(str(parse(method, "method"))) == parse(method)
 
 
+def test_data_of_your_own_is_stored_and_learnt(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDBASIN_CACHE", str(tmp_path / "cache"))
+    summary = load("own_data").main(tmp_path / "data", tmp_path / "r", rounds=10)
+    assert summary["dataset"] == "hf:me/stripes" and summary["accuracy_last"] > 0.6
+
+
 def test_a_method_of_your_own_passes_the_laws_and_runs(tmp_path):
     mine = load("new_method")
     try:

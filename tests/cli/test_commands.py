@@ -158,7 +158,11 @@ def test_the_methods_page_is_up_to_date():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "--set", "locl.lr=1"], ["locl", "local"]),
+        (["run", "--set", "locl.lr=1"], ["locl", "did you mean local?"]),
+        (["run", "--set", "lr=1"], ["unknown setting 'lr'; did you mean local.lr?"]),
+        (["run", "--set", "local.lrr=1"], ["'local.lrr'; did you mean local.lr?"]),
+        (["run", "--set", "version=1"], ["unknown setting 'version'; there is method, model"]),
+        (["compare", "ima", "ima(fedavg)", "--seeds", "3"], ["lists ima with seed 3 twice"]),
         (["run", "--set", "data.name=digitz"], ["digitz"]),
         (["run", "--method", "fedavgg"], ["fedavgg", "fedavg"]),
         (["run", "absent.toml"], ["absent.toml", "does not exist"]),
@@ -169,6 +173,7 @@ def test_the_methods_page_is_up_to_date():
         (["methods", "fedavgg"], ["fedavgg", "fedavg"]),
         (["compare", "fedavg", "fedlaw", "--out", "x"], ["fedlaw", "data.proxy_per_class"]),
         (["run", "--set", "sim.participation=count(clients=99)", "--out", "x"], ["99", "50"]),
+        (["run", "--set", "partition.clients=999"], ["partition.how, dirichlet(alpha=0.1): min"]),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing_behind(
@@ -254,6 +259,35 @@ def test_runs_that_use_all_workers_of_ray_are_compared_one_by_one(monkeypatch, t
         invoke("compare", "fedavg", "--out", str(tmp_path), "--set", f"sim.executor={executor}",
                "--device", "cpu")  # fmt: skip
     assert seen == [1, 3]
+
+
+def test_the_version_is_said():
+    assert re.fullmatch(r"fedbasin \d+\.\d+\.\d+\S*\n", invoke("--version").output)
+
+
+def test_a_command_that_is_misspelt_is_guessed_once():
+    said = invoke("compar").output
+    assert "No such command 'compar'" in said and said.count("compare") == 1
+
+
+def test_help_fills_the_terminal():
+    assert "A comparison that was stopped goes on" in invoke("compare", "--help").output
+    waiting = [typer.main.get_command(app)]
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        assert "\n" not in (command.help or "").replace("\n\n", "")
+
+
+def test_a_finished_run_says_so_and_a_damaged_config_is_named(tmp_path):
+    out = tmp_path / "r"
+    first = invoke("run", "--preset", "demo", "--rounds", "1", *FAST[2:], "--out", str(out))
+    assert re.search(r"accuracy \d+\.\d\d % \(last\), ", first.output)
+    assert f"{out} is finished: nothing is left to do" in invoke("resume", str(out)).output
+    config = out / "config.toml"
+    config.write_text("newer = 1\n" + config.read_text())
+    stopped = invoke("resume", str(out))
+    assert str(stopped.exception).startswith(f"{config}: unknown setting 'newer'")
 
 
 def test_help_loses_no_word_to_markup():

@@ -100,7 +100,7 @@ def test_a_mistake_is_one_red_line_and_status_one(run, words, message, monkeypat
     result = run(*words)
     assert result.exit_code == 1 and result.stdout == ""
     assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("\x1b[31m") and message in result.stderr
+    assert result.stderr.startswith("\x1b[31merror:\x1b[0m ") and message in result.stderr
     assert isinstance(result.exception, SystemExit)
 
 

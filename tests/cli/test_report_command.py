@@ -53,6 +53,9 @@ def test_report_writes_a_page_and_figures_and_names_them(tmp_path):
     assert [path for path in written if str(path) not in said] == []
     assert {path.suffix for path in written} == {".html", ".png", ".svg"} and len(written) == 11
     assert "rounds to 12.3 %" in out.read_text(encoding="utf-8")
+    arguments = ["report", str(runs), "--baseline", "fedavgg", "--out", str(out)]
+    refused = CliRunner().invoke(app, arguments).exception
+    assert str(refused) == "--baseline: no run is of 'fedavgg'; there is fedavg"
 
 
 def test_a_folder_without_runs_is_one_line(tmp_path, monkeypatch, capsys):

@@ -128,17 +128,20 @@ def test_ctrl_c_begins_no_further_run_of_a_comparison(who, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_runs_stop_and_save_where_the_process_that_began_them_is_gone(number, tmp_path):
+    """A scheduler's SIGTERM comes to all of them at once."""
     out, settings = tmp_path / "out", [*ARGUMENTS[7:]]
     runs = ["compare", "fedavg", "--jobs", "2", "--seeds", "0,1"]
-    process = start(*runs, "--rounds", "100000", *settings, "--out", str(out))
+    command = [*runs, "--rounds", "100000", *settings, "--out", str(out)]
+    process = start(*command, start_new_session=True)
     folders = [out / "fedavg" / "seed0", out / "fedavg" / "seed1"]
     for folder in folders:
         wait_for(process, folder, 1)
     children = children_of(process)
     assert len(children) >= 2
-    os.kill(process.pid, number)
-    process.communicate(timeout=60)  # until nobody holds its output: the others are gone as well
+    (os.killpg if number == signal.SIGTERM else os.kill)(process.pid, number)
+    output, _ = process.communicate(timeout=60)  # until nobody holds it: the others are gone too
     assert process.returncode == -number
+    assert (f"Go on with the same command and --out {out}" in output) == (number == signal.SIGTERM)
     for folder in folders:
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["status"] == "stopped"

@@ -91,6 +91,23 @@ def test_a_federation_that_makes_no_sense_is_refused(tmp_path):
         LocalFederation(tmp_path, 2, tls=True, simulate=True)
 
 
+def test_a_mistake_is_told_before_any_process_is_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    app = tmp_path / "app"
+    app.mkdir()
+    said = [CliRunner().invoke(command, ["flower", "up", "app"]).exception]
+    (app / "pyproject.toml").touch()
+    (app / "mine_here.py").touch()
+    for method in ("fedavgg", "mine_here.median"):
+        result = CliRunner().invoke(command, ["flower", "up", "app", "--method", method])
+        said.append(result.exception)
+    assert "app is no Flower app, it has no pyproject.toml; fedbasin flower new app" in str(said[0])
+    assert "no method is called 'fedavgg'; did you mean fedavg" in str(said[1])
+    assert "the module mine_here enters nothing called 'median'" in str(said[2])
+    assert list(tmp_path.iterdir()) == [app]
+
+
 def test_without_flower_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setattr("fedbasin.cli.flower.find_spec", lambda name: None)
     for words in (["new", "x"], ["up"]):

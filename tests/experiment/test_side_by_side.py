@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.experiment import apart, pool, runs
 from fedbasin.experiment.apart import _Once, said_once
 from fedbasin.experiment.config import PartitionConfig, SimConfig
-from fedbasin.experiment.pool import outcomes
+from fedbasin.experiment.pool import _Seat, outcomes
 from fedbasin.experiment.runs import Cell, cells, run_cells
 from fedbasin.sim.run import Interrupted
 
@@ -189,3 +190,18 @@ def test_cells_are_told_of_one_by_one(tmp_path):
     layout = cells(SMALL, ["fedavg", "fedprox"], [0], tmp_path)
     run_cells(layout, jobs=2, on_cell=lambda cell, end: told.append((cell.path, end["status"])))
     assert sorted(told) == sorted((cell.path, "finished") for cell in layout)
+
+
+def _never(cell):
+    raise AssertionError("a process that was stopped while it started takes up no work")
+
+
+def test_a_process_stopped_while_it_starts_goes_without_a_traceback(tmp_path, capfd):
+    seat = _Seat(tmp_path)
+    future = seat.submit(_never, Cell(SMALL, tmp_path))
+    (process,) = seat.pool._processes.values()
+    os.kill(process.pid, signal.SIGINT)
+    assert isinstance(future.exception(), BrokenProcessPool)
+    seat.pool.shutdown()
+    assert process.exitcode == 130 and not capfd.readouterr().err
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

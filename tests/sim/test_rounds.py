@@ -15,7 +15,7 @@ from fedbasin.core.state import read
 from fedbasin.local import Prox
 from fedbasin.methods import FedAvg, FedProx, Scaffold
 from fedbasin.sim import Diverged, Interrupted, run
-from fedbasin.sim.run import graft
+from fedbasin.sim.run import _stop_after_round, graft
 from fedbasin.testing import toy_federation
 
 
@@ -371,3 +371,14 @@ def test_a_branch_goes_on_with_what_its_trunk_had_learnt(tmp_path):
         run(toy_federation(late, rounds=8), folder, {})
     for name, part in read(whole.model).items():
         torch.testing.assert_close(read(branch.model)[name], part, rtol=1e-9, atol=0)
+
+
+def test_one_stop_of_each_kind_is_one_stop_and_the_same_twice_stops_at_once():
+    with _stop_after_round() as asked:
+        assert not asked()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)  # as where the process that began this one is ended, too
+        assert asked()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +38,7 @@ app = typer.Typer(
     "their models works best.\n\n"
     "Start with [bold]fedbasin demo[/bold] (a minute or two on a laptop), look around with "
     "[bold]fedbasin methods[/bold], then [bold]fedbasin compare fedavg scaffold --preset "
-    "fmnist[/bold].",
+    "fmnist --rounds 20 --seeds 0[/bold] (minutes).",
 )
 console = wide_console()
 DEMO_METHODS = (
@@ -86,6 +88,21 @@ def main() -> None:
         line = Text.assemble(("error:", "red"), f" {error}")
         Console(stderr=True).print(line, soft_wrap=True)
         sys.exit(130 if type(error).__name__ == "Interrupted" else 1)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fedbasin {metadata.version('fedbasin')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Take what stands before a command."""
 
 
 def _settings(config: Path | None, preset: str | None, assignments: list[str] | None) -> Experiment:
@@ -169,7 +186,7 @@ def resume(
     """Go on with a run that was stopped or killed; it ends as if it never had been."""
     import fedbasin.experiment  # noqa: F401
     from fedbasin.core.record import RecordError
-    from fedbasin.experiment.config import from_mapping, read_config
+    from fedbasin.experiment.config import read_experiment
     from fedbasin.experiment.runs import Cell
 
     if not (folder / "config.toml").exists():
@@ -178,8 +195,9 @@ def resume(
             "; runs below it go on one by one, or with their command and --out" if several else ""
         )
         raise RecordError(f"{folder} holds no run: there is no config.toml in it{hint}")
-    experiment = from_mapping(read_config(folder / "config.toml"))
-    layout = [Cell(experiment, folder)]
+    layout = [Cell(read_experiment(folder / "config.toml"), folder)]
+    if (folder / "model.safetensors").exists():
+        console.print(Text(f"{folder} is finished: nothing is left to do"), soft_wrap=True)
     (summary,) = run_with_progress(layout, console, data_dir, tensorboard=tensorboard)
     _say_summary(summary, folder)
 
@@ -264,6 +282,18 @@ app.command()(private_counts)
 app.command()(report)
 
 
+def _unfold(commands: typer.Typer) -> None:
+    """Let help fill the terminal: the lines of a docstring would end where the source's do."""
+    for each in commands.registered_commands:
+        paragraphs = (inspect.getdoc(each.callback) or "").split("\n\n")
+        each.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for group in commands.registered_groups:
+        _unfold(group.typer_instance or typer.Typer())
+
+
+_unfold(app)
+
+
 def _compare(
     layout: list[Cell],
     base: Experiment,
@@ -310,10 +340,12 @@ def _say_summary(summary: dict[str, Any], path: Path) -> None:
             f"{path}"
         )
     last, mean = summary["accuracy_last"], summary["accuracy_mean_last10"]
-    window = f"the last {min(10, summary['rounds'])} rounds"
+    window = min(10, summary["rounds"])
+    final = f"{100 * last:.2f} % (last)"
+    accuracy = f"{100 * mean:.2f} % (mean of the last {window} rounds), {final}"
     line = (
-        f"{summary['method']}: accuracy {100 * mean:.2f} % (mean of {window}), "
-        f"{100 * last:.2f} % (last), {summary['seconds']:.1f} s\nrecords: {path}"
+        f"{summary['method']}: accuracy {accuracy if window > 1 else final}, "
+        f"{summary['seconds']:.1f} s\nrecords: {path}"
     )
     console.print(Text(line), soft_wrap=True)
 

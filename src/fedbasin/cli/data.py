@@ -53,7 +53,7 @@ def _one_line_errors() -> Iterator[None]:
         yield
     except DataError as error:
         Console(stderr=True, soft_wrap=True).print(
-            f"[red]{escape(str(error))}[/red]", highlight=False
+            f"[red]error:[/red] {escape(str(error))}", highlight=False
         )
         raise typer.Exit(1) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ def up(
     was when the same --out is given again. Nothing is reported to anyone.
     """
     _check_installed()
+    _check_given(folder, method)
     from fedbasin.deploy import write_app
     from fedbasin.deploy.federation import LocalFederation
 
@@ -151,6 +153,20 @@ def _run(
         raise FederationError(
             f"the run did not finish; its log ends with\n{tail}\nall logs: {federation.folder}"
         )
+
+
+def _check_given(folder: Path | None, method: str | None) -> None:
+    """Refuse before any process is started what the app would stumble over in its own log."""
+    if folder is not None and not (folder / "pyproject.toml").is_file():
+        told = f"{folder} is no Flower app, it has no pyproject.toml"
+        raise ValueError(f"{told}; fedbasin flower new {folder} writes one")
+    if method is not None:
+        import fedbasin.experiment  # noqa: F401  (fills the catalogue)
+        from fedbasin.core.expressions import parse
+
+        if folder is not None:
+            sys.path.append(str(folder))  # for methods of the app's own modules
+        parse(method, "method")
 
 
 def _check_installed() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +24,14 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from fedbasin.core.record import RoundRecord
 
 if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell, More, OnCell
+
+_QUIET_SECONDS = 60  # between two lines where there is no terminal to draw a bar on
 
 
 def wide_console() -> Console:
@@ -36,7 +43,14 @@ def wide_console() -> Console:
 def bar(console: Console, *beside: ProgressColumn) -> Progress:
     """Return the display of all long work: what, a bar, how many of how many, how long."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), *beside, console=console, transient=True)
+    return Progress(
+        *columns,
+        TimeElapsedColumn(),
+        *beside,
+        console=console,
+        transient=True,
+        speed_estimate_period=3600,  # rounds may take minutes, and the time left is told from two
+    )
 
 
 def run_with_progress(
@@ -67,7 +81,8 @@ def run_with_progress(
         torch.set_num_threads(1)
     total = rounds or sum(cell.experiment.rounds for cell in layout)
     accuracy = TextColumn("{task.fields[accuracy]}")
-    with bar(console, TimeRemainingColumn(), accuracy) as progress:
+    stopped = f"stopped; what has been run is kept. Go on with {again}" if again else ""
+    with bar(console, TimeRemainingColumn(), accuracy) as progress, _last_words(stopped, console):
         task = progress.add_task("starting", total=total, accuracy="")
         finished = threading.Event()
         watcher = threading.Thread(target=_watch, args=(layout, progress, task, finished))
@@ -84,10 +99,27 @@ def run_with_progress(
         except (KeyboardInterrupt, Interrupted):
             if not again:
                 raise
-            raise Interrupted(f"stopped; what has been run is kept. Go on with {again}") from None
+            raise Interrupted(stopped) from None
         finally:
             finished.set()
             watcher.join()
+
+
+@contextmanager
+def _last_words(words: str, console: Console) -> Iterator[None]:
+    """Have SIGTERM say so before it ends this process; runs in processes of their own then save."""
+
+    def end(number: int, frame: object) -> None:
+        console.show_cursor()  # which the bar hides
+        Console(stderr=True).print(Text(words), soft_wrap=True)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGTERM, end) if words else signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _watch(
@@ -96,20 +128,43 @@ def _watch(
     """Show how many rounds are recorded, and the latest one, until the runs are over."""
     places: dict[Path, int] = {}  # bytes read so far
     rounds: dict[Path, int] = {}
+    told = time.monotonic()
     while not finished.wait(0.3):
+        newest: tuple[Cell, RoundRecord] | None = None
         for cell in tuple(layout):  # which may grow meanwhile
             place = places.get(cell.path, 0)
             lines, places[cell.path] = _new_lines(cell.path / "rounds.jsonl", place)
-            if not lines:
-                continue
-            latest = RoundRecord.read(lines[-1])
-            rounds[cell.path] = latest.round
-            progress.update(
-                task,
-                completed=sum(rounds.values()),
-                description=escape(f"{cell.experiment.method} seed {cell.experiment.seed}"),
-                accuracy="" if latest.accuracy is None else f"{100 * latest.accuracy:5.1f} %",
-            )
+            if lines:
+                newest = cell, RoundRecord.read(lines[-1])
+                rounds[cell.path] = newest[1].round
+        if newest is not None:
+            # Once for all cells: the rounds that were there before are then no sign of speed.
+            _show(*newest, sum(rounds.values()), progress, task)
+        if not progress.console.is_terminal and time.monotonic() - told > _QUIET_SECONDS:
+            told = time.monotonic()
+            _tell(progress, task)
+
+
+def _show(cell: Cell, latest: RoundRecord, done: int, progress: Progress, task: TaskID) -> None:
+    progress.update(
+        task,
+        completed=done,
+        description=escape(f"{cell.experiment.method} seed {cell.experiment.seed}"),
+        accuracy="" if latest.accuracy is None else f"{100 * latest.accuracy:5.1f} %",
+    )
+
+
+def _tell(progress: Progress, task: TaskID) -> None:
+    """Say where the runs are in one line, for a log."""
+    now = progress.tasks[task]
+    gone, left = (
+        None if seconds is None else timedelta(seconds=round(seconds))
+        for seconds in (now.elapsed, now.time_remaining)
+    )
+    ahead = "" if left is None else f", {left} left"
+    latest = f"{now.description} {now.fields['accuracy'].strip()}".strip()
+    line = f"{now.completed:g} of {now.total:g} rounds in {gone}{ahead}; {latest}"
+    Console(stderr=True).print(line, soft_wrap=True, highlight=False)
 
 
 def _new_lines(path: Path, place: int) -> tuple[list[str], int]:

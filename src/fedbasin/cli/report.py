@@ -21,8 +21,12 @@ def report(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     target: Target = 0.8,
     baseline: Annotated[
-        str, typer.Option(help="The method that others are compared with, seed by seed.")
-    ] = "fedavg",
+        str | None,
+        typer.Option(
+            help="The method that others are compared with, seed by seed.",
+            show_default="fedavg",
+        ),
+    ] = None,
     png: Annotated[bool, typer.Option("--png", help="Also write the figures as PNG.")] = False,
     svg: Annotated[bool, typer.Option("--svg", help="Also write the figures as SVG.")] = False,
 ) -> None:
@@ -36,13 +40,16 @@ def report(
     from fedbasin.report.runs import find_runs, read_runs
 
     found = read_runs(find_runs(runs))
+    known = sorted({run.method for run in found})
+    if baseline is not None and baseline not in known:
+        raise ValueError(f"--baseline: no run is of {baseline!r}; there is {', '.join(known)}")
     for run in found:
         told = list(run.problems)
         if not run.ended:
             told.append(f"{run.path}: {run.status} after round {len(run.records)}, counted so far")
         for line in told:
             Console(stderr=True).print(Text(line, style="yellow"), soft_wrap=True)
-    written = [write_page(found, out, target=target, baseline=baseline)]
+    written = [write_page(found, out, target=target, baseline=baseline or "fedavg")]
     stem = out.with_suffix("")
     written += write_figures(found, stem, "png") if png else []
     written += write_figures(found, stem, "svg") if svg else []

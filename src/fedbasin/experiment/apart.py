@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+_HOLDS = hasattr(signal, "pthread_sigmask")  # Windows has none
 _at_a_run = threading.Event()
 _teller = logging.getLogger(__package__)  # of all this room
 
@@ -27,6 +28,21 @@ def join_pool(folder: Path) -> None:
     torch.set_num_threads(1)
     _teller.addFilter(_Once(folder))
     threading.Thread(target=_follow, daemon=True).start()
+    if _HOLDS:
+        if signal.SIGINT in signal.sigpending():
+            os._exit(130)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Let Ctrl-C wait: a process begun meanwhile would show a traceback out of its imports."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if _HOLDS else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Once(logging.Filter):

@@ -94,7 +94,10 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         proxy = proxy.take(partition.evened(proxy.labels, classes))
     how: Choice = parse(experiment.partition.how, "partition")
     pool = partition.Pool(train.labels, classes, train.groups)
-    parts = how(pool, experiment.partition.clients, key.fold("partition").numpy())
+    try:
+        parts = how(pool, experiment.partition.clients, key.fold("partition").numpy())
+    except ValueError as error:
+        raise ConfigError(f"partition.how, {how}: {error}") from error
     if experiment.partition.hold_out:
         parts = parts.hold_out(experiment.partition.hold_out, key.fold("hold out").numpy())
     corrupted: frozenset[int] = frozenset()

@@ -315,8 +315,7 @@ def _section(cls: type[Any], settings: Mapping[str, Any], path: str) -> Any:
     for key, value in settings.items():
         where = f"{path}{key}"
         if key not in names:
-            close = difflib.get_close_matches(key, names, n=3, cutoff=0.5) or names
-            raise ConfigError(f"unknown setting {where!r}; there is {', '.join(close)}")
+            raise ConfigError(f"unknown setting {where!r}; {_nearest(key, path, hints)}")
         wanted = hints[key]
         value = tuple(value) if isinstance(value, list) else value  # TOML has no tuples
         if is_dataclass(wanted):
@@ -328,6 +327,23 @@ def _section(cls: type[Any], settings: Mapping[str, Any], path: str) -> Any:
         else:
             raise ConfigError(f"{where} is {value!r}, it must be {type_name(wanted)}")
     return cls(**given)
+
+
+def _nearest(key: str, path: str, hints: Mapping[str, Any]) -> str:
+    """Say what may have been meant: a name that is alike, or the same one in a section."""
+    sections = {name: get_type_hints(kind) for name, kind in hints.items() if is_dataclass(kind)}
+    inside = [f"{name}.{key}" for name, known in sections.items() if key in known]
+    close = inside or [path + name for name in difflib.get_close_matches(key, hints)]
+    return f"did you mean {' or '.join(close)}?" if close else f"there is {', '.join(hints)}"
+
+
+def read_experiment(path: Path) -> Experiment:
+    """Read a run's config file; errors name it."""
+    settings = read_config(path)
+    try:
+        return from_mapping(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def read_config(path: Path) -> dict[str, Any]:

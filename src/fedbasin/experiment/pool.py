@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbasin.experiment.apart import join_pool
+from fedbasin.experiment.apart import interrupts_held, join_pool
 from fedbasin.sim.run import Interrupted
 
 if TYPE_CHECKING:
@@ -25,11 +25,12 @@ class _Seat:
         self.pool = ProcessPoolExecutor(1, spawn, initializer=join_pool, initargs=(folder,))
 
     def submit(self, work: Work, cell: Cell) -> Future[dict[str, Any]]:
-        try:
-            return self.pool.submit(work, cell)
-        except BrokenProcessPool:
-            self.pool = _Seat(self._folder).pool
-            return self.pool.submit(work, cell)
+        with interrupts_held():  # a process that this begins keeps them so until it is ready
+            try:
+                return self.pool.submit(work, cell)
+            except BrokenProcessPool:
+                self.pool = _Seat(self._folder).pool
+                return self.pool.submit(work, cell)
 
 
 def outcomes(

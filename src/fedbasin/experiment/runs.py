@@ -25,7 +25,7 @@ from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atom
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.experiment.apart import at_a_run, said_once
 from fedbasin.experiment.build import build, check_needs, pick_device
-from fedbasin.experiment.config import ConfigError, Experiment, from_mapping, read_config
+from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
 from fedbasin.experiment.pool import outcomes
 from fedbasin.experiment.tensorboard import tensorboard_events
 from fedbasin.sim import Diverged, Federation
@@ -110,7 +110,7 @@ def resume(
         raise RecordError(f"{out} holds no run: there is no config.toml in it")
     if folder.model.exists():
         return folder.read_summary()
-    experiment = from_mapping(read_config(folder.config))
+    experiment = read_experiment(folder.config)
     _refuse_edited(folder, experiment)
     with alone_in(folder.path), closing(_federation(experiment, folder, data_dir)) as federation:
         return _run(experiment, federation, folder, branching, on_round)
@@ -120,7 +120,7 @@ def _refuse_edited(folder: RunFolder, experiment: Experiment) -> None:
     """Refuse settings under which the rest of a run would be of another kind than its beginning."""
     if not folder.begun.exists():  # it was begun before they were kept
         return
-    begun = from_mapping(read_config(folder.begun))
+    begun = read_experiment(folder.begun)
     free = {name: getattr(experiment.sim, name) for name in _FREE}
     if replace(begun, sim=replace(begun.sim, **free)) != experiment:
         raise RecordError(
@@ -219,8 +219,8 @@ def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: P
     found = [
         replace(base, method=method, seed=seed).resolved() for seed in seeds for method in methods
     ]
-    if len(set(found)) != len(found):
-        raise ConfigError("a comparison lists the same method or seed twice")
+    if twice := [e for i, e in enumerate(found) if e in found[:i]]:
+        raise ConfigError(f"a comparison lists {twice[0].method} with seed {twice[0].seed} twice")
     for each in found:
         check_needs(each)  # before the first of them is trained
     return [Cell(e, out / slug(e.method) / f"seed{e.seed}") for e in found]
@@ -244,7 +244,7 @@ def run_cell(
                 branching=cell.branching,
                 on_round=on_round,
             )
-        there = from_mapping(read_config(folder.config))
+        there = read_experiment(folder.config)
         if there != cell.experiment:
             raise RecordError(
                 f"{cell.path} holds a run with other settings ({_unlike(there, cell.experiment)}); "

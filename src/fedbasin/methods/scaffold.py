@@ -90,8 +90,8 @@ class ControlVariates(LocalRule):
         """Name what local momentum does to a constant correction."""
         if setting.momentum:
             yield (
-                f"local.momentum = {setting.momentum} takes the correction c - c_i "
-                f"{1 / (1 - setting.momentum):.3g} times; the paper has no local momentum"
+                f"local.momentum = {setting.momentum} makes the correction c - c_i "
+                f"{1 / (1 - setting.momentum):.3g} times as large; the paper has no local momentum"
             )
 
     def end(self, carry: ControlCarry, start: Start, finish: Finish) -> tuple[Variate, Change]:

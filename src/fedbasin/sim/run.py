@@ -89,9 +89,9 @@ def run(
                     break
         except Diverged as error:
             status, reason = "diverged", str(error)
-    summary = facts | {"status": status, "reason": reason} | _numbers(records, seconds())
-    summary |= federation.executor.facts() | {"client_states": states.where}
-    folder.write_summary(summary)
+        summary = facts | {"status": status, "reason": reason} | _numbers(records, seconds())
+        summary |= federation.executor.facts() | {"client_states": states.where}
+        folder.write_summary(summary)
     if status == "finished":
         _ship(federation, server, folder)
     elif status == "diverged":
@@ -179,12 +179,17 @@ def _peak_memory() -> int:
 
 @contextmanager
 def _stop_after_round() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C or SIGTERM finish the round and save; a second one stops at once."""
-    asked = threading.Event()
+    """Let the first Ctrl-C or SIGTERM finish the round and save; a second one stops at once.
+
+    One of each is still one stop: a scheduler's SIGTERM also ends the process that began this one,
+    and for that a run of a comparison interrupts itself.
+    """
+    asked, numbers = threading.Event(), set[int]()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        if number in numbers:
             raise KeyboardInterrupt
+        numbers.add(number)
         asked.set()
 
     if threading.current_thread() is not threading.main_thread():
