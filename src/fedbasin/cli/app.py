@@ -40,6 +40,8 @@ app = typer.Typer(
     "[bold]fedbasin methods[/bold], then [bold]fedbasin compare fedavg scaffold --preset "
     "fmnist --rounds 20 --seeds 0[/bold] (minutes).",
 )
+# Click guesses already. Set here, since Typer before 0.20 takes no such word.
+app.suggest_commands = False
 console = wide_console()
 DEMO_METHODS = (
     "fedavg",
