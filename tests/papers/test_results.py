@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -582,6 +583,16 @@ def test_a_stored_score_is_that_of_its_stored_accuracies():
 def test_docs_papers_is_what_the_results_say():
     written = (DOCS / "papers.md").read_text(encoding="utf-8")
     assert written == page(shipped()), "run: fedbasin paper show --markdown > docs/papers.md"
+
+
+def test_the_readme_counts_as_the_page_does():
+    (counts,) = re.findall(r"\*\*all\*\* \|(.+)\|", page(shipped()))
+    near, gain, missed = (int(number) for number in counts.split("|")[3:6])
+    told = (
+        f"Of {near + gain + missed} cells run at full length that have a number in print, {near} "
+        f"are within 3 points of it, {gain} more bring the gain, {missed} are missed"
+    )
+    assert told in (DOCS.parent / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_page_shows_a_result_with_its_device_and_reason(monkeypatch):
