@@ -1,6 +1,7 @@
 """The display of long work: how far, how good, how long still, with a terminal and without."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -68,3 +69,14 @@ def test_a_log_is_told_now_and_then_how_far_the_runs_are(watch, monkeypatch, cap
     first, second, third = capsys.readouterr().err.splitlines()
     assert first.endswith("; starting") and "10 of 20 rounds" in second
     assert "11 of 20 rounds" in third and third.endswith("0:00:36 left; fedavg seed 0 50.0 %")
+
+
+def test_rounds_without_an_end_are_told_too(capsys):
+    bar = display.bar(Console(file=io.StringIO()))
+    task = bar.add_task("round", total=None, completed=3, accuracy="")
+    assert display.tell_a_log(bar, task, told := time.monotonic()) == told
+    assert display.tell_a_log(bar, task, told - 61) > told
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("3 rounds in ") and line.endswith("; round")
+    shown = display.bar(Console(file=io.StringIO(), force_terminal=True))
+    assert display.tell_a_log(shown, shown.add_task("", accuracy=""), told - 61) == told - 61

@@ -113,3 +113,13 @@ def test_without_flower_the_command_says_what_to_install(monkeypatch):
     for words in (["new", "x"], ["up"]):
         result = CliRunner().invoke(command, ["flower", *words])
         assert "pip install 'fedbasin[flower]'" in str(result.exception)
+
+
+def test_the_bar_knows_the_rounds_that_an_app_asks_for(tmp_path):
+    from fedbasin.cli.flower import _rounds
+
+    write_app(tmp_path / "app")
+    assert _rounds(tmp_path / "app") == 3
+    for text in ("", "[tool]\nflwr = 1\n", "[tool.flwr.app.config]\nrounds = '3'\n"):
+        (tmp_path / "pyproject.toml").write_text(text)
+        assert _rounds(tmp_path) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from fedbasin.cli.progress import bar, tell_a_log
 from fedbasin.core.record import RunFolder
 
 if TYPE_CHECKING:
@@ -128,16 +130,10 @@ def _run(
     deadline = time.monotonic() + timeout
     before = run.summary.stat().st_mtime_ns if run.summary.exists() else 0
     process = federation.run(folder, settings)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[accuracy]}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
-        task = progress.add_task("waiting for the nodes", total=None, accuracy="")
+    accuracy, told = TextColumn("{task.fields[accuracy]}"), time.monotonic()
+    with bar(console, TimeRemainingColumn(), accuracy) as progress:
+        total = settings.get("rounds", _rounds(folder))
+        task = progress.add_task("waiting for the nodes", total=total, accuracy="")
         while process.poll() is None:
             if time.monotonic() > deadline:
                 raise FederationError(f"the run took longer than --timeout {timeout:g} s")
@@ -146,6 +142,7 @@ def _run(
                 progress.update(task, accuracy=f"{100 * records[-1].accuracy:5.1f} %")
             if records:
                 progress.update(task, description="round", completed=len(records))
+            told = tell_a_log(progress, task, told)
             time.sleep(0.5)
     if not run.summary.exists() or run.summary.stat().st_mtime_ns == before:
         lines = federation.log("run").strip().splitlines()
@@ -153,6 +150,14 @@ def _run(
         raise FederationError(
             f"the run did not finish; its log ends with\n{tail}\nall logs: {federation.folder}"
         )
+
+
+def _rounds(folder: Path) -> int | None:
+    """Return how many rounds an app's settings ask for; an app of another kind may not say."""
+    said: Any = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    for key in ("tool", "flwr", "app", "config", "rounds"):
+        said = said.get(key) if isinstance(said, dict) else None
+    return said if isinstance(said, int) else None
 
 
 def _check_given(folder: Path | None, method: str | None) -> None:

@@ -140,9 +140,7 @@ def _watch(
         if newest is not None:
             # Once for all cells: the rounds that were there before are then no sign of speed.
             _show(*newest, sum(rounds.values()), progress, task)
-        if not progress.console.is_terminal and time.monotonic() - told > _QUIET_SECONDS:
-            told = time.monotonic()
-            _tell(progress, task)
+        told = tell_a_log(progress, task, told)
 
 
 def _show(cell: Cell, latest: RoundRecord, done: int, progress: Progress, task: TaskID) -> None:
@@ -154,17 +152,21 @@ def _show(cell: Cell, latest: RoundRecord, done: int, progress: Progress, task: 
     )
 
 
-def _tell(progress: Progress, task: TaskID) -> None:
-    """Say where the runs are in one line, for a log."""
+def tell_a_log(progress: Progress, task: TaskID, told: float) -> float:
+    """Say each minute in one line where rounds are, if no terminal shows it; return when last."""
+    if progress.console.is_terminal or time.monotonic() - told <= _QUIET_SECONDS:
+        return told
     now = progress.tasks[task]
     gone, left = (
         None if seconds is None else timedelta(seconds=round(seconds))
         for seconds in (now.elapsed, now.time_remaining)
     )
+    of = "" if now.total is None else f" of {now.total:g}"
     ahead = "" if left is None else f", {left} left"
     latest = f"{now.description} {now.fields['accuracy'].strip()}".strip()
-    line = f"{now.completed:g} of {now.total:g} rounds in {gone}{ahead}; {latest}"
+    line = f"{now.completed:g}{of} rounds in {gone}{ahead}; {latest}"
     Console(stderr=True).print(line, soft_wrap=True, highlight=False)
+    return time.monotonic()
 
 
 def _new_lines(path: Path, place: int) -> tuple[list[str], int]:
