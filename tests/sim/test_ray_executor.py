@@ -254,7 +254,7 @@ def test_ctrl_c_finishes_the_round_and_leaves_no_process(tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and f"fedbasin resume {folder}" in output.replace("\n", "")
     assert (folder / "checkpoint.safetensors").exists()
-    until = time.monotonic() + 90
+    until = time.monotonic() + 180  # Ray takes its time on a busy machine
     while session(process.pid) and time.monotonic() < until:
         time.sleep(0.05)
     assert not session(process.pid)
