@@ -93,6 +93,8 @@ def test_equal_cells_run_once_and_each_has_its_line(invoke, tmp_path):
     for result, name in ((plain, "accuracy_send"), (averaged, "accuracy")):
         scored = {str(r.round): 100 * getattr(r, name) for r in every if r.accuracy is not None}
         assert result.accuracies == pytest.approx(scored, abs=1e-4)
+        late = [result.accuracies[str(r.round)] for r in every[-2:]]  # a line checks itself
+        assert result.score == pytest.approx(sum(late) / 2, abs=1e-4)
 
     again = invoke("run", "x/table1", "--rows", "fedavg*", "--columns", "digits")
     assert "0 runs to do" in again.output

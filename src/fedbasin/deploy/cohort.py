@@ -115,7 +115,10 @@ class Cohort:
                 said = waited
                 _log.info(
                     "round %d: %d replies are there, waiting for %d (minimum: %d)",
-                    *(self.round, self.least - missing, missing, self.least),
+                    self.round,
+                    self.least - missing,
+                    missing,
+                    self.least,
                 )
             sent = mail.send(self._again(missing))
             if not sent:
