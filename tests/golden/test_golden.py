@@ -1,0 +1,55 @@
+"""What an earlier version gave still comes out: models, record lines, papers' results."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import torch
+from golden import make
+from safetensors import safe_open
+
+from fedbasin.core.record import RoundRecord
+from fedbasin.papers.results import fresh, shipped
+from fedbasin.papers.tables import load_table, table_names
+
+with safe_open(make.MODELS, framework="pt") as file:
+    MACHINE = file.metadata()
+    STORED = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def same_machine() -> bool:
+    """Whether the last bits must agree; another CPU or torch may round otherwise."""
+    return make.machine() == MACHINE
+
+
+@pytest.mark.parametrize("executor", make.EXECUTORS)
+@pytest.mark.parametrize("method", make.expressions())
+def test_every_method_gives_the_stored_models(method, executor):
+    torch.set_num_threads(1)
+    for which, vector in make.final_models(method, executor).items():
+        stored = STORED[f"{method} {executor} {which}"]
+        if same_machine():
+            assert torch.equal(vector, stored), (vector - stored).abs().max()
+        else:
+            torch.testing.assert_close(vector, stored, rtol=1e-3, atol=1e-4)
+
+
+def test_no_stored_method_has_left_the_catalogue():
+    kept = {name.rsplit(" ", 2)[0] for name in STORED}
+    assert kept == set(make.expressions())
+
+
+def test_old_record_lines_are_written_back_byte_for_byte():
+    lines = gzip.decompress(make.RECORDS.read_bytes()).decode().splitlines()
+    assert len(lines) >= 2700
+    for line in lines:
+        assert RoundRecord.read(line).line() == line
+    assert any(json.loads(line)["accuracy_per_class"] for line in lines)
+
+
+def test_every_shipped_result_of_a_paper_is_still_fresh():
+    """A new setting, or another default, would orphan results that took days of GPU time."""
+    tables = [load_table(name) for name in table_names()]
+    assert sum(len(fresh(table, shipped())) for table in tables) == len(shipped()) >= 332
