@@ -21,17 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from fedbasin.core.catalogue import card_of
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse, text
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Wrapper
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
 from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.core.state import load, same, save
+from fedbasin.core.task import Classification
 from fedbasin.core.tree import flatten, mapped, tensors
 from fedbasin.local import SGD, Trainer
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.models.symmetries import permutations
-from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+from fedbasin.sim import Federation, LoopExecutor, Population
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.loop import Sent
 from fedbasin.sim.rounds import Server
@@ -96,10 +98,9 @@ def toy_federation(
     def transform(raw: Tensor, key: Tensor | None = None) -> Tensor:
         return raw.to(dtype) / 255
 
-    def examiner(rows: slice) -> Examiner:
-        return Examiner(
-            net, torch.from_numpy(inputs[rows]), torch.from_numpy(labels[rows]), transform, 3
-        )
+    def examiner(rows: slice) -> Evaluator:
+        held = torch.from_numpy(inputs[rows]), torch.from_numpy(labels[rows])
+        return Evaluator(net, *held, transform, Classification())
 
     population = Population.of(inputs, labels, clients)
     trainer = Trainer(net, method.rules(), sgd or SGD(), 4, transform, 3)

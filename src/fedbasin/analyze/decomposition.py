@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedbasin.analyze.ground import Ground, Landscape, Tick, no_tick
+from fedbasin.core.evaluator import Evaluator, Landscape, Tick, no_tick
 from fedbasin.core.rng import Key
 from fedbasin.core.vectors import shares, weighted_mean
 
@@ -96,16 +96,16 @@ class Gap(NamedTuple):
 
 
 def ensemble_gap(
-    ground: Ground, models: Tensor, weights: Tensor, halvings: int = 5, tick: Tick = no_tick
+    evaluator: Evaluator, models: Tensor, weights: Tensor, halvings: int = 5, tick: Tick = no_tick
 ) -> Gap:
     """Shrink the deviations of models [K, P] from their mean by halves; the gap falls by 4s."""
     share = shares(weights)
     mean = weighted_mean(models, share)
     scales = torch.tensor([0.5**k for k in range(halvings + 1)], dtype=torch.float64)
-    centre = ground.logits(mean[None])[0].double().softmax(-1)
+    centre = evaluator.outputs(mean[None])[0].double().softmax(-1)
     deviations, gaps = models - mean, []
     for scale in scales.tolist():
-        each = ground.logits(mean + scale * deviations).double().softmax(-1)
+        each = evaluator.outputs(mean + scale * deviations).double().softmax(-1)
         together = torch.einsum("k,knc->nc", share.to(each.device), each)
         gaps.append(float((together - centre).norm(dim=-1).mean()))
         tick(len(models))
@@ -124,7 +124,7 @@ class Averaging(NamedTuple):
 
 
 def error_by_count(
-    ground: Landscape,
+    evaluator: Landscape,
     models: Tensor,
     weights: Tensor,
     key: Key,
@@ -133,17 +133,17 @@ def error_by_count(
 ) -> Averaging:
     """Average random subsets of models [K, P], weighted by samples, and measure each mean."""
     table = _subsets(weights, key, subsets)
-    error = ground.measure(table.flatten(0, 1), models, tick).error
+    error = evaluator.measure(table.flatten(0, 1), models, tick).error
     return _by_count(error.view(table.shape[:2]))
 
 
 def ensemble_by_count(
-    ground: Ground, models: Tensor, weights: Tensor, key: Key, subsets: int = 10
+    evaluator: Evaluator, models: Tensor, weights: Tensor, key: Key, subsets: int = 10
 ) -> Averaging:
     """Average what the same subsets say, as class probabilities, in place of their weights."""
-    said = torch.softmax(ground.logits(models).double(), 2)  # [K, n, classes]
+    said = torch.softmax(evaluator.outputs(models).double(), 2)  # [K, n, classes]
     error = [
-        (torch.einsum("sk,knc->snc", part, said).argmax(2) != ground.labels).double().mean(1)
+        (torch.einsum("sk,knc->snc", part, said).argmax(2) != evaluator.labels).double().mean(1)
         for part in _subsets(weights, key, subsets).to(said)
     ]
     return _by_count(torch.stack(error).cpu())

@@ -16,8 +16,8 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 from torch.func import grad, vjp
 
-from fedbasin.analyze.ground import Ground, Landscape, Tick, no_tick
 from fedbasin.analyze.landscape import Slice
+from fedbasin.core.evaluator import Evaluator, Landscape, Tick, no_tick
 from fedbasin.core.rng import Key
 
 
@@ -35,15 +35,15 @@ class Curvature(NamedTuple):
         return float(self.values[0] / self.values[-1])
 
 
-def hessian_product(ground: Ground, model: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return v -> H v for the mean loss over the ground's rows at a model [P]."""
+def hessian_product(evaluator: Evaluator, model: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return v -> H v for the mean loss over the evaluator's rows at a model [P]."""
 
     def product(direction: Tensor) -> Tensor:
         total = torch.zeros_like(model)
-        for cut in ground.cuts():
-            slope = grad(lambda vector, cut=cut: ground.loss(vector, cut))
+        for cut in evaluator.cuts():
+            slope = grad(lambda vector, cut=cut: evaluator.summed_loss(vector, cut))
             total += vjp(slope, model)[1](direction)[0]
-        return total / len(ground)
+        return total / len(evaluator)
 
     return product
 
@@ -95,9 +95,9 @@ def top_eigenvalues(
 
 
 def slice_along(
-    ground: Landscape, model: Tensor, direction: Tensor, steps: Tensor, tick: Tick = no_tick
+    evaluator: Landscape, model: Tensor, direction: Tensor, steps: Tensor, tick: Tick = no_tick
 ) -> Slice:
     """Measure w + s v for a model [P], a direction [P] and steps s [M]."""
     weights = torch.stack([torch.ones_like(steps), steps], dim=1)
     models = torch.stack([model, direction.to(model)])
-    return Slice(steps, *ground.measure(weights, models, tick))
+    return Slice(steps, *evaluator.measure(weights, models, tick))

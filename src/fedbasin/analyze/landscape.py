@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedbasin.analyze.ground import Landscape, Scores, Tick, no_tick
+from fedbasin.core.evaluator import Landscape, Measured, Tick, no_tick
 
 
 class Slice(NamedTuple):
@@ -55,11 +55,11 @@ class Plane(NamedTuple):
 
 
 def line(
-    ground: Landscape, first: Tensor, second: Tensor, positions: Tensor, tick: Tick = no_tick
+    evaluator: Landscape, first: Tensor, second: Tensor, positions: Tensor, tick: Tick = no_tick
 ) -> Slice:
     """Measure models on the line through two models [P]."""
     weights = torch.stack([1 - positions, positions], dim=1)
-    scores = ground.measure(weights, torch.stack([first, second]), tick)
+    scores = evaluator.measure(weights, torch.stack([first, second]), tick)
     return Slice(positions, *scores)
 
 
@@ -79,7 +79,7 @@ def plane_axes(three: Tensor) -> Axes:
 
 
 def plane(
-    ground: Landscape,
+    evaluator: Landscape,
     three: Tensor,
     others: Tensor,
     *,
@@ -90,7 +90,7 @@ def plane(
     """Measure a grid on the plane through three models.
 
     Args:
-        ground: what to measure on.
+        evaluator: what to measure on.
         three: the models [3, P].
         others: further models [k, P] to mark, perhaps none.
         points: grid points along each axis.
@@ -107,6 +107,6 @@ def plane(
     x, y = (torch.linspace(float(a), float(b), points) for a, b in zip(low, high, strict=True))
     rows, columns = torch.meshgrid(y, x, indexing="ij")
     weights = torch.stack([torch.ones(points**2), columns.flatten(), rows.flatten()], dim=1)
-    scores: Scores = ground.measure(weights, torch.stack(axes), tick)
+    scores: Measured = evaluator.measure(weights, torch.stack(axes), tick)
     loss, error = (part.view(points, points) for part in scores)
     return Plane(x, y, loss, error, corners, marked, off_plane)

@@ -2,7 +2,7 @@ r"""What a learning curve says beyond its end: no tensors, records only.
 
 smoothed     Savitzky-Golay filter, length 10, order 2                  (Zhou et al., Figure 7)
 roughness    mean |a_{t+1} - a_t| between scored rounds                 (Caldarola et al., Fig. 1)
-drop         the largest fall from one scored round to the next
+drop         the largest change for the worse from one scored round to the next
 area         mean accuracy over the rounds, by the trapezium rule
 equivalent   the participation at which the reference method ends as high (WIMA, Figure 3)
 """
@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from scipy.signal import savgol_filter
 
-from fedbasin.core.record import RoundRecord, mean_of_last, rounds_to_target
+from fedbasin.core.record import Headline, RoundRecord, mean_of_last, rounds_to_target
 
 
 class CurveStatistics(NamedTuple):
     """One learning curve in numbers; None where it has none."""
 
     rounds: np.ndarray  # [T] the scored ones
-    accuracy: np.ndarray  # [T]
+    accuracy: np.ndarray  # [T] or another headline metric
     smoothed: np.ndarray  # [T]
     final: float | None  # mean of the last 10 rounds
     rounds_to_target: int | None
@@ -39,21 +39,26 @@ def smooth(values: np.ndarray, length: int = 11, order: int = 2) -> np.ndarray:
     return filtered
 
 
-def curve_statistics(records: Sequence[RoundRecord], target: float) -> CurveStatistics:
+def curve_statistics(
+    records: Sequence[RoundRecord], target: float, headline: Headline | None = None
+) -> CurveStatistics:
     """Describe the learning curve of a run's records."""
-    scored = [(r.round, r.accuracy) for r in records if r.accuracy is not None]
-    rounds = np.array([r for r, _ in scored])
-    accuracy = np.array([a for _, a in scored], dtype=float)
+    headline = headline or Headline()
+    values = [(record.round, record.metric(headline.name)) for record in records]
+    scored = [(round, value) for round, value in values if value is not None]
+    rounds = np.array([round for round, _ in scored])
+    accuracy = np.array([value for _, value in scored], dtype=float)
     steps = np.diff(accuracy)
+    falls = -steps if headline.higher_is_better else steps
     span = rounds[-1] - rounds[0] if len(rounds) > 1 else 0
     return CurveStatistics(
         rounds,
         accuracy,
         smooth(accuracy),
-        mean_of_last(records),
-        rounds_to_target(records, target),
+        mean_of_last(records, metric=headline.name),
+        rounds_to_target(records, target, headline=headline),
         float(np.abs(steps).mean()) if len(steps) else None,
-        float(max(0.0, (-steps).max())) if len(steps) else None,
+        float(max(0.0, falls.max())) if len(steps) else None,
         float(np.trapezoid(accuracy, rounds) / span) if span else None,
     )
 

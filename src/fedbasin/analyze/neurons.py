@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedbasin.analyze.ground import Ground
+from fedbasin.core.evaluator import Evaluator
 
 
 class Concentration(NamedTuple):
@@ -61,16 +61,16 @@ def _by_neuron(amounts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def neuron_concentration(ground: Ground, model: Tensor) -> Concentration:
+def neuron_concentration(evaluator: Evaluator, model: Tensor) -> Concentration:
     """Measure every layer of a model [P]; classes count alike however many rows they have."""
     sums: dict[str, Tensor] = {}
-    for cut in ground.cuts():
-        inputs = ground.transform(ground.inputs[cut], None)
-        for name, output in ground.net.activations(model, inputs, ground.buffers).items():
+    for cut in evaluator.cuts():
+        inputs = evaluator.transform(evaluator.inputs[cut], None)
+        for name, output in evaluator.net.activations(model, inputs, evaluator.buffers).items():
             amounts = _by_neuron(output.abs().double())
-            empty = amounts.new_zeros(ground.classes, amounts.shape[1])
-            sums.setdefault(name, empty).index_add_(0, ground.labels[cut], amounts)
-    present = torch.bincount(ground.labels, minlength=ground.classes).clamp(min=1)[:, None]
+            empty = amounts.new_zeros(evaluator.classes, amounts.shape[1])
+            sums.setdefault(name, empty).index_add_(0, evaluator.labels[cut], amounts)
+    present = torch.bincount(evaluator.labels, minlength=evaluator.classes).clamp(min=1)[:, None]
     activity = {name: total / present for name, total in sums.items()}
     return Concentration(
         tuple(activity),

@@ -27,7 +27,6 @@ from fedbasin.analyze.decomposition import (
     squared_error,
 )
 from fedbasin.analyze.distance import locality
-from fedbasin.analyze.ground import Ground
 from fedbasin.analyze.subject import (
     AnalysisError,
     Found,
@@ -42,6 +41,7 @@ from fedbasin.analyze.subject import (
     sampled,
     table,
 )
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.figure_data import Grid, Line, Lines, Mark, Panel, Table
 from fedbasin.core.rng import root
 from fedbasin.core.snapshot import Snapshot
@@ -72,13 +72,13 @@ def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Wat
     whole = first.data.train
     for window in _windows(subjects, options.draws):
         _, models, weights, clients = _cohort(window[-1])
-        ground, rows = sampled(whole, first, options, window[-1].buffers, 2000)
+        evaluator, rows = sampled(whole, first, options, window[-1].buffers, 2000)
         own = first.data.owner.cpu()[rows] == clients[:, None]
-        outputs = torch.stack([_probabilities(ground, _cohort(s)[1]) for s in window])
-        labels = ground.labels.cpu()
+        outputs = torch.stack([_probabilities(evaluator, _cohort(s)[1]) for s in window])
+        labels = evaluator.labels.cpu()
         factors.append(decompose(outputs, labels, weights, own))
         mean = shares(weights).to(models.dtype) @ models
-        averaged.append(squared_error(_probabilities(ground, mean[None])[0], labels))
+        averaged.append(squared_error(_probabilities(evaluator, mean[None])[0], labels))
         far.append(locality(models, mean, weights).farthest)
         rounds.append(float(window[-1].round))
         tick(1)
@@ -100,7 +100,7 @@ def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Wat
             Lines("locality", "round", "max |w_k - w|", (Line("farthest", x, tuple(far)),)),
         ],
         [
-            rows_note(ground, whole, "training"),
+            rows_note(evaluator, whole, "training"),
             f"expectation over {count} draws of each client's model ({what}){few}",
             "train bias + heter bias + cross + variance + covariance = ensemble loss, exactly",
         ],
@@ -143,18 +143,18 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
     for subject in subjects:
         snapshot, name = subject.last_cohort(), label(subject, subjects)
         _, models, weights, _ = _cohort(snapshot)
-        ground = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
+        evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
         tick = watch(f"averaging, {name}", len(models) * (options.count + 6))
         key = root(subject.seed).fold("averaging")
-        mean = error_by_count(ground, models, weights, key, options.count, tick)
-        ensemble = ensemble_by_count(ground, models, weights, key, options.count)
-        gap = ensemble_gap(ground, models, weights, tick=tick)
+        mean = error_by_count(evaluator, models, weights, key, options.count, tick)
+        ensemble = ensemble_by_count(evaluator, models, weights, key, options.count)
+        gap = ensemble_gap(evaluator, models, weights, tick=tick)
         for what, found in ((name, mean), (f"{name}, ensemble", ensemble)):
             band = (numbers(found.low), numbers(found.high))
             curves.append(Line(what, numbers(found.averaged), numbers(found.mean), *band))
         gaps.append(Line(name, numbers(gap.distance), numbers(gap.gap)))
         notes += [
-            f"{subject.name}: round {snapshot.round}, {rows_note(ground, subject.data.test)}",
+            f"{subject.name}: round {snapshot.round}, {rows_note(evaluator, subject.data.test)}",
             f"{subject.name}: the gap falls as the distance to the power {gap.order:.2f}",
         ]
     gap_axis = "max |w_k - w| as deviations are halved"
@@ -180,13 +180,13 @@ def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fou
         tick = watch(f"cka, {label(subject, subjects)}", len(subject.snapshots.stored()))
         rounds, means = [], []
         for snapshot in subject.kept():
-            ground = ground_for(subject.data.test, subject, options, snapshot.buffers, 1000)
-            matrix = cka_matrix(_probabilities(ground, _cohort(snapshot)[1]))
+            evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 1000)
+            matrix = cka_matrix(_probabilities(evaluator, _cohort(snapshot)[1]))
             rounds.append(float(snapshot.round))
             means.append(mean_of_pairs(matrix))
             tick(1)
         curves.append(Line(label(subject, subjects), tuple(rounds), tuple(means)))
-        notes.append(f"{subject.name}: {rows_note(ground, subject.data.test)}")
+        notes.append(f"{subject.name}: {rows_note(evaluator, subject.data.test)}")
     ids = numbers(torch.arange(len(matrix)))
     title = f"linear CKA at round {snapshot.round}, {label(subject, subjects)}"
     return Found(
@@ -319,6 +319,6 @@ def show_pearson(subjects: Sequence[Subject], options: Options, watch: Watch) ->
     )
 
 
-def _probabilities(ground: Ground, models: Tensor) -> Tensor:
+def _probabilities(evaluator: Evaluator, models: Tensor) -> Tensor:
     """Return class probabilities [M, n, classes] in float64 on the host."""
-    return ground.logits(models).double().softmax(-1).cpu()
+    return evaluator.outputs(models).double().softmax(-1).cpu()

@@ -44,17 +44,17 @@ def show_line(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fo
     if len(named) != 2:
         raise AnalysisError(f"a line needs two --models, got {len(named)}")
     ends = [resolve(subjects, name) for name in named]
-    ground = ground_for(first.data.test, first, options, ends[1].buffers, 2000)
+    evaluator = ground_for(first.data.test, first, options, ends[1].buffers, 2000)
     positions = torch.linspace(-options.margin, 1 + options.margin, options.points)
     tick = watch("line", len(positions))
-    found = line(ground, ends[0].vector, ends[1].vector, positions, tick)
+    found = line(evaluator, ends[0].vector, ends[1].vector, positions, tick)
     place = f"position: 0 is {ends[0].name}, 1 is {ends[1].name}"
     x = numbers(found.position)
     panels = [
         Lines(title, place, title, (Line(title, x, numbers(values)),))
         for title, values in (("test loss", found.loss), ("test error", found.error))
     ]
-    return Found(panels, [rows_note(ground, first.data.test)])
+    return Found(panels, [rows_note(evaluator, first.data.test)])
 
 
 def _ends(subjects: Sequence[Subject]) -> tuple[str, ...]:
@@ -84,10 +84,10 @@ def show_plane(subjects: Sequence[Subject], options: Options, watch: Watch) -> F
     if len(models) < 3:
         raise AnalysisError(f"a plane needs at least three --models, got {len(models)}")
     vectors = torch.stack([model.vector for model in models])
-    ground = ground_for(first.data.test, first, options, models[-1].buffers, 2000)
+    evaluator = ground_for(first.data.test, first, options, models[-1].buffers, 2000)
     tick = watch("plane", options.points**2)
     found = plane(
-        ground, vectors[:3], vectors[3:], points=options.points, margin=options.margin, tick=tick
+        evaluator, vectors[:3], vectors[3:], points=options.points, margin=options.margin, tick=tick
     )
     places = torch.cat([found.corners, found.others]).tolist()
     marks = tuple(Mark(m.name, *place) for m, place in zip(models, places, strict=True))
@@ -100,7 +100,7 @@ def show_plane(subjects: Sequence[Subject], options: Options, watch: Watch) -> F
     row, column = divmod(int(found.loss.argmin()), options.points)
     least = f"{float(found.loss.min()):.4g} at ({x[column]:.3g}, {y[row]:.3g})"
     notes = [
-        rows_note(ground, first.data.test),
+        rows_note(evaluator, first.data.test),
         f"smallest loss of the grid {least}",
     ]
     notes += [
@@ -141,10 +141,10 @@ def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) 
     curves, notes = [], []
     for subject in subjects:
         model = subject.last_model()
-        ground = ground_for(subject.data.test, subject, options, model.buffers, 2000)
-        found = rescale(ground, model.vector, gammas, tick)
+        evaluator = ground_for(subject.data.test, subject, options, model.buffers, 2000)
+        found = rescale(evaluator, model.vector, gammas, tick)
         curves.append((label(subject, subjects), found))
-        notes.append(f"{subject.name}: {model.name}, {rows_note(ground, subject.data.test)}")
+        notes.append(f"{subject.name}: {model.name}, {rows_note(evaluator, subject.data.test)}")
     x = numbers(gammas)
     loss = tuple(Line(name, x, numbers(found.loss)) for name, found in curves)
     error = tuple(Line(name, x, numbers(found.error)) for name, found in curves)
@@ -171,23 +171,23 @@ def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) ->
         tick = watch(f"hessian of {name}", 0)
         rounds, top, ratio = [], [], []
         for model in subject.models():
-            ground = ground_for(subject.data.train, subject, options, model.buffers, 1000)
-            vector = on_device(model.vector, ground)
-            product = hessian_product(ground, vector)
+            evaluator = ground_for(subject.data.train, subject, options, model.buffers, 1000)
+            vector = on_device(model.vector, evaluator)
+            product = hessian_product(evaluator, vector)
             key = root(subject.seed).fold("hessian", model.round)
             found = top_eigenvalues(product, vector, key, count=options.count, tick=tick)
             rounds.append(float(model.round))
             top.append(float(found.values[0]))
             ratio.append(found.ratio)
         steps = torch.linspace(-1, 1, options.points)
-        along = slice_along(ground, vector, found.vectors[0], steps, tick)
+        along = slice_along(evaluator, vector, found.vectors[0], steps, tick)
         tops.append(Line(name, tuple(rounds), tuple(top)))
         ratios.append(Line(name, tuple(rounds), tuple(ratio)))
         slices.append(Line(name, numbers(steps), numbers(along.loss)))
         values = ", ".join(f"{v:.4g}" for v in found.values.tolist())
         notes.append(
             f"{subject.name}, {model.name}: eigenvalues {values}; |H v - lambda v| = "
-            f"{found.residual:.2g}; {rows_note(ground, subject.data.train, 'training')}"
+            f"{found.residual:.2g}; {rows_note(evaluator, subject.data.train, 'training')}"
         )
     top_name = f"lambda_1 / lambda_{options.count}"
     return Found(
@@ -222,8 +222,8 @@ def show_weights(subjects: Sequence[Subject], options: Options, watch: Watch) ->
         snapshot = subject.snapshots.get(round)
         assert snapshot.models is not None and snapshot.weights is not None
         places = [_ids(snapshot).index(client) for client in chosen]
-        ground = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
-        found = weight_plane(ground, snapshot.models[places], options.points, tick)
+        evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
+        found = weight_plane(evaluator, snapshot.models[places], options.points, tick)
         best.append(found.best)
         average = shares(snapshot.weights[places]).tolist()
     path = torch.stack(best)
@@ -243,7 +243,10 @@ def show_weights(subjects: Sequence[Subject], options: Options, watch: Watch) ->
     )  # fmt: skip
     return Found(
         [grid, Lines("best weights", "round", "weight of least test loss", curves)],
-        [rows_note(ground, subject.data.test), f"the rest of the weight is client {chosen[2]}'s"],
+        [
+            rows_note(evaluator, subject.data.test),
+            f"the rest of the weight is client {chosen[2]}'s",
+        ],
     )
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fedbasin.analyze.classes import THIRDS, accuracy_by_class, collapse
-from fedbasin.analyze.ground import Ground
 from fedbasin.analyze.learning import CurveStatistics, curve_statistics, participation_equivalent
 from fedbasin.analyze.neurons import neuron_concentration
 from fedbasin.analyze.shrinking import histogram, pulls
@@ -27,6 +26,7 @@ from fedbasin.analyze.subject import (
     on_device,
     rows_note,
 )
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.figure_data import Bars, BarSeries, Cell, Line, Lines, Panel, Table
 
 _FEW = 12  # at most so many layers are drawn one by one
@@ -104,8 +104,8 @@ def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) ->
         name, rounds, found = label(subject, subjects), [], []
         tick = watch(f"neurons, {name}", len(subject.snapshots.stored()) or 1)
         for model in subject.models():
-            ground = ground_for(subject.data.test, subject, options, model.buffers, 2000)
-            found.append(neuron_concentration(ground, on_device(model.vector, ground)))
+            evaluator = ground_for(subject.data.test, subject, options, model.buffers, 2000)
+            found.append(neuron_concentration(evaluator, on_device(model.vector, evaluator)))
             rounds.append(model.round)
             tick(1)
         x = numbers(rounds)
@@ -119,7 +119,7 @@ def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) ->
             title = f"{name}: concentration {which}, layers (reconstruction)"
             if len(curves) > 1:  # one layer is its own mean
                 panels.append(Lines(title, "round", "concentration", tuple(curves)))
-        notes.append(f"{subject.name}: {rows_note(ground, subject.data.test)}")
+        notes.append(f"{subject.name}: {rows_note(evaluator, subject.data.test)}")
     tops = [
         Lines(
             f"mean concentration {which} (reconstruction)", "round", "concentration", tuple(lines)
@@ -143,9 +143,9 @@ def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) ->
         tick = watch(f"classes, {name}", len(subject.snapshots.stored()) or 1)
         rounds, found = [], []
         for model in subject.models():
-            ground = ground_for(subject.data.test, subject, options, model.buffers, 0)
-            answers = ground.logits(model.vector[None])[0].argmax(1)
-            found.append(accuracy_by_class(answers, ground.labels, counts))
+            evaluator = ground_for(subject.data.test, subject, options, model.buffers, 0)
+            answers = evaluator.outputs(model.vector[None])[0].argmax(1)
+            found.append(accuracy_by_class(answers, evaluator.labels, counts))
             rounds.append(model.round)
             tick(1)
         bars.append(BarSeries(name, numbers(found[-1].accuracy)))
@@ -153,7 +153,9 @@ def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) ->
         for i, third in enumerate(THIRDS):
             values = tuple(float(one.thirds[i]) for one in found)
             over_rounds.append(Line(f"{name}, {third}", numbers(rounds), values))
-        notes.append(f"{subject.name}, round {rounds[-1]}: {rows_note(ground, subject.data.test)}")
+        notes.append(
+            f"{subject.name}, round {rounds[-1]}: {rows_note(evaluator, subject.data.test)}"
+        )
     names = subjects[0].data.class_names
     return Found(
         [
@@ -179,10 +181,10 @@ def show_collapse(subjects: Sequence[Subject], options: Options, watch: Watch) -
         tick = watch(f"collapse, {name}", len(subject.snapshots.stored()) or 1)
         rounds, found = [], []
         for model in subject.models():
-            ground = ground_for(subject.data.test, subject, options, model.buffers, 0)
-            vector = on_device(model.vector, ground)
-            head, features = _head(ground, vector), _features(ground, vector)
-            found.append(collapse(head, features, ground.labels, counts))
+            evaluator = ground_for(subject.data.test, subject, options, model.buffers, 0)
+            vector = on_device(model.vector, evaluator)
+            head, features = _head(evaluator, vector), _features(evaluator, vector)
+            found.append(collapse(head, features, evaluator.labels, counts))
             rounds.append(model.round)
             tick(1)
         x = numbers(rounds)
@@ -202,20 +204,20 @@ def show_collapse(subjects: Sequence[Subject], options: Options, watch: Watch) -
     )
 
 
-def _head(ground: Ground, vector: Tensor) -> Tensor:
-    views = ground.net.layout.views(vector)
-    found = [views[n] for n in ground.net.layout.head if views[n].dim() == 2]
-    if len(found) != 1 or len(found[0]) != ground.classes:
+def _head(evaluator: Evaluator, vector: Tensor) -> Tensor:
+    views = evaluator.net.layout.views(vector)
+    found = [views[n] for n in evaluator.net.layout.head if views[n].dim() == 2]
+    if len(found) != 1 or len(found[0]) != evaluator.classes:
         raise AnalysisError("collapse needs a network that ends in one linear layer of all classes")
     return found[0]
 
 
 @torch.no_grad()
-def _features(ground: Ground, vector: Tensor) -> Tensor:
+def _features(evaluator: Evaluator, vector: Tensor) -> Tensor:
     parts = []
-    for cut in ground.cuts():
-        inputs = ground.transform(ground.inputs[cut], None)
-        features = ground.net(vector, inputs, ground.buffers).features
+    for cut in evaluator.cuts():
+        inputs = evaluator.transform(evaluator.inputs[cut], None)
+        features = evaluator.net(vector, inputs, evaluator.buffers).features
         if features is None:
             raise AnalysisError("collapse needs a network with `features` and `head`")
         parts.append(features)
@@ -230,7 +232,8 @@ def _features(ground: Ground, vector: Tensor) -> Tensor:
 )
 def show_curves(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Describe learning curves; the first run's method is the reference for participation."""
-    found = [curve_statistics(subject.records, options.target) for subject in subjects]
+    headline = subjects[0].headline
+    found = [curve_statistics(s.records, options.target, s.headline) for s in subjects]
     raw, smoothed, rows = [], [], list[tuple[Cell, ...]]()
     for subject, one in zip(subjects, found, strict=True):
         name = label(subject, subjects)
@@ -239,8 +242,8 @@ def show_curves(subjects: Sequence[Subject], options: Options, watch: Watch) -> 
         rows.append((name, one.final, one.rounds_to_target, one.roughness, one.drop, one.area))
     columns = ("run", "final", f"rounds to {options.target:g}", "roughness", "largest drop", "area")
     panels: list[Panel] = [
-        Lines("test accuracy", "round", "accuracy", tuple(raw)),
-        Lines("smoothed (Savitzky-Golay, 11, 2)", "round", "accuracy", tuple(smoothed)),
+        Lines(f"test {headline.name}", "round", headline.name, tuple(raw)),
+        Lines("smoothed (Savitzky-Golay, 11, 2)", "round", headline.name, tuple(smoothed)),
         Table("learning curves", columns, tuple(rows)),
     ]
     equal = _participation(subjects, found)

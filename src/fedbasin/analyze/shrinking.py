@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedbasin.analyze.ground import Landscape, Tick, no_tick
+from fedbasin.core.evaluator import Landscape, Tick, no_tick
 
 
 class Pulls(NamedTuple):
@@ -58,6 +58,6 @@ def histogram(model: Tensor, bins: int = 61, reach: float = 0.0) -> Histogram:
     return Histogram(edges, counts / model.numel(), float(sizes.norm()), near)
 
 
-def rescale(ground: Landscape, model: Tensor, gammas: Tensor, tick: Tick = no_tick) -> Rescaled:
+def rescale(evaluator: Landscape, model: Tensor, gammas: Tensor, tick: Tick = no_tick) -> Rescaled:
     """Measure gamma w for a model [P]; flat where the network does not mind its scale."""
-    return Rescaled(gammas, *ground.measure(gammas[:, None], model[None], tick))
+    return Rescaled(gammas, *evaluator.measure(gammas[:, None], model[None], tick))

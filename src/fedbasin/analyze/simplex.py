@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedbasin.analyze.ground import Landscape, Tick, no_tick
+from fedbasin.core.evaluator import Landscape, Tick, no_tick
 
 
 class Simplex(NamedTuple):
@@ -25,7 +25,7 @@ class Simplex(NamedTuple):
 
 
 def weight_plane(
-    ground: Landscape, three: Tensor, points: int = 21, tick: Tick = no_tick
+    evaluator: Landscape, three: Tensor, points: int = 21, tick: Tick = no_tick
 ) -> Simplex:
     """Measure every mixture of three models [3, P] on a grid of `points` along each edge."""
     if points < 2:
@@ -35,7 +35,7 @@ def weight_plane(
     inside = first + second <= points - 1
     table = torch.stack([first[inside], second[inside], points - 1 - (first + second)[inside]], 1)
     weights = table.double() / (points - 1)
-    scores = ground.measure(weights, three, tick)
+    scores = evaluator.measure(weights, three, tick)
     loss, error = torch.full((2, points, points), float("nan"), dtype=torch.float64)
     loss[inside], error[inside] = scores.loss, scores.error
     return Simplex(steps.double() / (points - 1), loss, error, weights[scores.loss.argmin()])

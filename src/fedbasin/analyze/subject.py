@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbasin.analyze.ground import Ground, Tick, no_tick
+from fedbasin.core.evaluator import Evaluator, Tick, no_tick
 from fedbasin.core.figure_data import Analysis, Numbers, Panel
-from fedbasin.core.record import RoundRecord
+from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.snapshot import Snapshot, Snapshots
 from fedbasin.core.vectors import shares, weighted_mean
@@ -38,8 +38,8 @@ class AnalysisError(ValueError):
 class Data:
     """What the models of a run are measured on."""
 
-    test: Ground
-    train: Ground
+    test: Evaluator
+    train: Evaluator
     owner: Tensor  # [n] client of each training row
     counts: Tensor  # [N, classes] training rows
     class_names: tuple[str, ...]
@@ -66,6 +66,7 @@ class Subject:
         seed: of the run.
         records: its rounds.
         snapshots: the models it kept.
+        headline: the metric that it is judged by.
         load: builds what models are measured on; called only where that is needed.
     """
 
@@ -75,6 +76,7 @@ class Subject:
     records: tuple[RoundRecord, ...]
     snapshots: Snapshots
     load: Callable[[], Data] = field(repr=False)
+    headline: Headline = Headline()
 
     @cached_property
     def data(self) -> Data:
@@ -268,23 +270,23 @@ def _of_cohort(snapshot: Snapshot, kind: str, client: str | None, reference: str
 
 
 def sampled(
-    ground: Ground, subject: Subject, options: Options, buffers: Tensor, default: int
-) -> tuple[Ground, Tensor]:
+    evaluator: Evaluator, subject: Subject, options: Options, buffers: Tensor, default: int
+) -> tuple[Evaluator, Tensor]:
     """Return as many rows as asked for, with a model's statistics, and which rows they are."""
     count = default if options.rows is None else options.rows
-    few, rows = ground.sample(count, root(subject.seed).fold("analysis"))
-    statistics = buffers.to(ground.net.device, ground.net.dtype) if buffers.numel() else None
+    few, rows = evaluator.sample(count, root(subject.seed).fold("analysis"))
+    statistics = buffers.to(evaluator.net.device, evaluator.net.dtype) if buffers.numel() else None
     return replace(few, buffers=statistics), rows
 
 
 def ground_for(
-    ground: Ground, subject: Subject, options: Options, buffers: Tensor, default: int
-) -> Ground:
+    evaluator: Evaluator, subject: Subject, options: Options, buffers: Tensor, default: int
+) -> Evaluator:
     """Return as many rows as asked for, with the statistics that go with a model."""
-    return sampled(ground, subject, options, buffers, default)[0]
+    return sampled(evaluator, subject, options, buffers, default)[0]
 
 
-def rows_note(used: Ground, whole: Ground, what: str = "test") -> str:
+def rows_note(used: Evaluator, whole: Evaluator, what: str = "test") -> str:
     """Say on which rows models were measured."""
     return f"measured on {len(used):,} of {len(whole):,} {what} rows"
 
@@ -310,6 +312,6 @@ def label(subject: Subject, subjects: Sequence[Subject]) -> str:
     return f"{subject.method}, {apart}"
 
 
-def on_device(vector: Tensor, ground: Ground) -> Tensor:
+def on_device(vector: Tensor, evaluator: Evaluator) -> Tensor:
     """Return a stored model as the network wants it."""
-    return torch.as_tensor(vector).to(ground.net.device, ground.net.dtype)
+    return torch.as_tensor(vector).to(evaluator.net.device, evaluator.net.dtype)

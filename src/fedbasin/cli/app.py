@@ -187,7 +187,7 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped or killed; it ends as if it never had been."""
     import fedbasin.experiment  # noqa: F401
-    from fedbasin.core.record import RecordError
+    from fedbasin.core.record import RecordError, headline_of
     from fedbasin.experiment.config import read_experiment
     from fedbasin.experiment.runs import Cell
 
@@ -214,7 +214,7 @@ def compare(
     preset: Preset = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     device: Device = None,
-    target: Target = 0.8,
+    target: Target = None,
     jobs: Jobs = None,
     out: Out = None,
     data_dir: DataDir = None,
@@ -238,7 +238,7 @@ def compare(
 @app.command()
 def demo(
     seeds: Seeds = "0,1,2",
-    target: Target = 0.8,
+    target: Target = None,
     jobs: Jobs = None,
     out: Out = None,
     set_: Settings = None,
@@ -300,7 +300,7 @@ def _compare(
     layout: list[Cell],
     base: Experiment,
     path: Path,
-    target: float,
+    target: float | None,
     data_dir: Path | None,
     jobs: int | None,
     tensorboard: bool = False,
@@ -308,7 +308,7 @@ def _compare(
     from fedbasin.experiment.build import pick_device
     from fedbasin.report.curves import draw_curves
     from fedbasin.report.page import write_page
-    from fedbasin.report.runs import read_runs
+    from fedbasin.report.runs import headline_of_runs, read_runs
     from fedbasin.report.table import cells, summarise
 
     if jobs is None:
@@ -317,13 +317,15 @@ def _compare(
     again = f"the same command and --out {path}"
     run_with_progress(layout, console, data_dir, jobs, tensorboard=tensorboard, again=again)
     runs = read_runs([cell.path for cell in layout])
-    rows = [cells(row) for row in summarise(runs, target)]
+    headline = headline_of_runs(runs)
+    target = headline.usual_target if target is None else target
+    rows = [cells(row, headline) for row in summarise(runs, target)]
     table = Table(
         title=Text(f"{base.data.name}, {base.partition.how}, {base.rounds} rounds"),
-        caption="accuracy: mean of the last 10 rounds, ± standard deviation over seeds",
+        caption=f"{headline.name}: mean of the last 10 rounds, ± standard deviation over seeds",
     )
     table.add_column("method", overflow="fold", min_width=min(max(len(r[0]) for r in rows), 20))
-    for column in ("accuracy (%)", f"rounds to {target:.0%}", "seconds", "seeds"):
+    for column in (headline.title, headline.target_title(target), "seconds", "seeds"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
@@ -341,12 +343,15 @@ def _say_summary(summary: dict[str, Any], path: Path) -> None:
             f"{summary['method']} diverged: {summary['reason']}; the records up to there are in "
             f"{path}"
         )
-    last, mean = summary["accuracy_last"], summary["accuracy_mean_last10"]
+    headline = headline_of(summary)
+    unit = f" {headline.unit}" if headline.unit else ""
+    last = headline.shown(summary[f"{headline.name}_last"])
+    mean = headline.shown(summary[f"{headline.name}_mean_last10"])
     window = min(10, summary["rounds"])
-    final = f"{100 * last:.2f} % (last)"
-    accuracy = f"{100 * mean:.2f} % (mean of the last {window} rounds), {final}"
+    final = f"{last}{unit} (last)"
+    score = f"{mean}{unit} (mean of the last {window} rounds), {final}"
     line = (
-        f"{summary['method']}: accuracy {accuracy if window > 1 else final}, "
+        f"{summary['method']}: {headline.name} {score if window > 1 else final}, "
         f"{summary['seconds']:.1f} s\nrecords: {path}"
     )
     console.print(Text(line), soft_wrap=True)

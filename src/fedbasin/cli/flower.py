@@ -19,7 +19,7 @@ from rich.progress import TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from fedbasin.cli.progress import bar, tell_a_log
-from fedbasin.core.record import RunFolder
+from fedbasin.core.record import RunFolder, headline_of, latest_score
 
 if TYPE_CHECKING:
     from fedbasin.deploy.federation import LocalFederation
@@ -94,8 +94,10 @@ def up(
     with _told_to_end(), LocalFederation(place, nodes, tls, simulate) as federation:
         _run(federation, folder, settings, run, timeout)
     summary = run.read_summary()
-    last = summary["accuracy_last"]
-    said = "" if last is None else f"accuracy {100 * last:.2f} %, "
+    headline = headline_of(summary)
+    last = summary.get(f"{headline.name}_last")
+    said = "" if last is None else f"{headline.name} {headline.shown(last)} {headline.unit}".strip()
+    said = f"{said}, " if said else ""
     line = (
         f"{summary['method']}: {said}{summary['rounds']} rounds, {summary['seconds']:.0f} s, "
         f"{summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down"
@@ -138,9 +140,8 @@ def _run(
             if time.monotonic() > deadline:
                 raise FederationError(f"the run took longer than --timeout {timeout:g} s")
             records = run.read_rounds()
-            if records and records[-1].accuracy is not None:
-                progress.update(task, accuracy=f"{100 * records[-1].accuracy:5.1f} %")
             if records:
+                progress.update(task, accuracy=latest_score(records[-1]))
                 progress.update(task, description="round", completed=len(records))
             told = tell_a_log(progress, task, told)
             time.sleep(0.5)

@@ -26,7 +26,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from fedbasin.core.record import RoundRecord
+from fedbasin.core.record import RoundRecord, latest_score
 
 if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell, More, OnCell
@@ -148,7 +148,7 @@ def _show(cell: Cell, latest: RoundRecord, done: int, progress: Progress, task: 
         task,
         completed=done,
         description=escape(f"{cell.experiment.method} seed {cell.experiment.seed}"),
-        accuracy="" if latest.accuracy is None else f"{100 * latest.accuracy:5.1f} %",
+        accuracy=latest_score(latest),
     )
 
 

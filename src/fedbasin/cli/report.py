@@ -10,7 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 Target = Annotated[
-    float, typer.Option(min=0, max=1, help="Accuracy for 'rounds to target', such as 0.8.")
+    float | None,
+    typer.Option(
+        help="Value of the headline metric for 'rounds to target'; 0.8 for accuracy by default."
+    ),
 ]
 
 
@@ -19,7 +22,7 @@ def report(
         list[Path], typer.Argument(help="Run folders, or folders that hold some, such as runs/a.")
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
-    target: Target = 0.8,
+    target: Target = None,
     baseline: Annotated[
         str | None,
         typer.Option(

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar, get_type_hints
 
-Kind = Literal["method", "rule", "partition", "model", "schedule", "participation"]
+Kind = Literal[
+    "method", "rule", "task", "metric", "partition", "model", "schedule", "participation"
+]
 T = TypeVar("T", bound=Callable[..., Any])
 _MISSING = inspect.Parameter.empty
 

@@ -193,6 +193,12 @@ class Net:
         return inputs.to(memory_format=torch.channels_last)
 
     @property
+    def maps(self) -> bool:
+        """Whether several models can be scored under one `vmap`; recurrent ones cannot on a CPU."""
+        parts = self._scoring.modules()
+        return not any(isinstance(part, nn.RNNBase | nn.MultiheadAttention) for part in parts)
+
+    @property
     def has_statistics(self) -> bool:
         """Whether the network carries float buffers that training changes."""
         return self.buffer_layout.size > 0

@@ -24,28 +24,92 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class RecordError(ValueError):
     """A run folder that cannot be used, with the reason and what to do."""
 
 
+class Headline(NamedTuple):
+    """The metric that runs are compared by."""
+
+    name: str = "accuracy"
+    higher_is_better: bool = True
+    unit: str = "%"
+
+    @property
+    def scale(self) -> float:
+        """What a value is multiplied by to be shown in its unit."""
+        return 100.0 if self.unit == "%" else 1.0
+
+    @property
+    def title(self) -> str:
+        """The name with the unit."""
+        words = self.name.replace("_", " ")
+        return f"{words} ({self.unit})" if self.unit else words
+
+    def shown(self, value: float | None, digits: int = 2) -> str:
+        """Write a value in the unit; a dash where there is none."""
+        return "-" if value is None else f"{self.scale * value:.{digits}f}"
+
+    @property
+    def usual_target(self) -> float | None:
+        """The target where none is given: 80 % accuracy; other metrics have none."""
+        return 0.8 if self.name == "accuracy" else None
+
+    def target_title(self, target: float | None) -> str:
+        """Name the column of rounds to a target."""
+        if target is None:
+            return "rounds to target"
+        if self.unit == "%":
+            return f"rounds to {100 * target:g}%"
+        return f"rounds to {self.name} {target:g}"
+
+    def reached(self, value: float, target: float) -> bool:
+        """Whether a value is as good as a target."""
+        return value >= target if self.higher_is_better else value <= target
+
+
+def headline_of(summary: Mapping[str, Any]) -> Headline:
+    """Return a run's headline from its summary; runs of older versions have accuracy."""
+    name = summary.get("headline")
+    if not isinstance(name, str):
+        return Headline()
+    unit = summary.get("headline_unit")
+    higher = summary.get("higher_is_better") is not False
+    return Headline(name, higher, unit if isinstance(unit, str) else "")
+
+
+def latest_score(record: RoundRecord) -> str:
+    """Write the headline of a record for a progress display: its first metric."""
+    for name, value in record.metrics.items():
+        if not isinstance(value, int | float):
+            return ""
+        return f"{100 * value:5.1f} %" if name == "accuracy" else f"{name} {value:.4g}"
+    return ""
+
+
+Number = float | None
+
+
 @dataclass(frozen=True)
 class RoundRecord:
-    """One line of ``rounds.jsonl``. Numbers that do not exist are null."""
+    """One line of ``rounds.jsonl``. Numbers that do not exist are null.
+
+    Metrics are columns of their own: ``accuracy`` is that of the scored model on the test set,
+    ``accuracy_send`` that of the broadcast model where it is another one, ``accuracy_train`` that
+    of the scored model on all clients' rows if asked for. A column that is no field here is a
+    metric.
+    """
 
     round: int  # rounds finished, counted from 1
-    accuracy: float | None = None  # of the scored model on the test set
-    loss: float | None = None  # its mean cross-entropy there
-    accuracy_send: float | None = None  # of the broadcast model, where it is another one
-    accuracy_train: float | None = None  # of the scored model on all clients' rows, if asked for
-    accuracy_per_class: list[float] | None = None  # at the last round
+    metrics: Mapping[str, Number | list[Number]] = field(default_factory=dict)
     train_loss: float | None = None  # mean over the cohort's local training
     lr: float = 0.0
     replies: int = 0  # clients that answered
@@ -61,11 +125,19 @@ class RoundRecord:
     seconds: float = 0.0  # the whole round
     notes: Mapping[str, float | list[float]] = field(default_factory=dict)  # by the method
 
+    def metric(self, name: str) -> float | None:
+        """Return a metric that is one number; None where it was not measured."""
+        value = self.metrics.get(name)
+        return value if isinstance(value, int | float) else None
+
     def line(self) -> str:
-        """Return the record as one line of JSON, notes beside the other columns."""
-        flat = asdict(self)
-        notes = flat.pop("notes")
-        return json.dumps(_plain(flat | {f"note_{k}": v for k, v in notes.items()}))
+        """Return the record as one line of JSON, metrics and notes beside the other columns."""
+        flat: dict[str, Any] = {}
+        for name in COLUMNS:
+            flat[name] = getattr(self, name)
+            if name == "round":
+                flat |= self.metrics
+        return json.dumps(_plain(flat | {f"note_{k}": v for k, v in self.notes.items()}))
 
     @classmethod
     def read(cls, line: str) -> RoundRecord:
@@ -73,14 +145,24 @@ class RoundRecord:
         flat = json.loads(line)
         if not isinstance(flat, dict) or not isinstance(flat.get("round"), int):
             raise RecordError("a line of rounds.jsonl must be an object with a round number")
-        known = {f.name for f in fields(cls)} - {"notes"}
-        found = {k: v for k, v in flat.items() if k in known}
-        for name, value in found.items():
-            kind = (list, NoneType) if name == "accuracy_per_class" else (int, float, NoneType)
-            if not isinstance(value, kind):
+        known: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
+        notes: dict[str, Any] = {}
+        for name, value in flat.items():
+            if name.startswith("note_"):
+                notes[name.removeprefix("note_")] = value
+                continue
+            kinds = (int, float, NoneType) if name in COLUMNS else (int, float, list, NoneType)
+            if not isinstance(value, kinds):
                 raise RecordError(f"{name} is {value!r:.40}, which is no number")
-        notes = {k.removeprefix("note_"): v for k, v in flat.items() if k.startswith("note_")}
-        return cls(**found, notes=notes)
+            if name in COLUMNS:
+                known[name] = value
+            else:
+                metrics[name] = value
+        return cls(**known, metrics=metrics, notes=notes)
+
+
+COLUMNS = tuple(f.name for f in fields(RoundRecord) if f.name not in ("metrics", "notes"))
 
 
 def _plain(value: Any) -> Any:
@@ -233,19 +315,44 @@ def write_atomically(path: Path, content: str) -> None:
     temporary.replace(path)
 
 
-def mean_of_last(records: Iterable[RoundRecord], count: int = 10) -> float | None:
-    """Return the mean accuracy over the last `count` rounds, of those that were evaluated."""
-    found = list(records)[-count:]
-    scored = [r.accuracy for r in found if r.accuracy is not None]
-    return fmean(scored) if scored else None
+def mean_of_last(
+    records: Iterable[RoundRecord], count: int = 10, metric: str = "accuracy"
+) -> float | None:
+    """Return the mean of a metric over the last `count` rounds, of those that were evaluated."""
+    scored = [record.metric(metric) for record in list(records)[-count:]]
+    values = [value for value in scored if value is not None]
+    return fmean(values) if values else None
 
 
-def rounds_to_target(records: Iterable[RoundRecord], target: float, last: int = 1) -> int | None:
+def rounds_to_target(
+    records: Iterable[RoundRecord], target: float, last: int = 1, headline: Headline | None = None
+) -> int | None:
     """Return the first round at which the mean of the last scores is at the target, or None."""
+    headline = headline or Headline()
     recent: deque[float] = deque(maxlen=last)
     for record in records:
-        if record.accuracy is not None:
-            recent.append(record.accuracy)
-            if len(recent) == last and sum(recent) / last >= target:
+        value = record.metric(headline.name)
+        if value is not None:
+            recent.append(value)
+            if len(recent) == last and headline.reached(sum(recent) / last, target):
                 return record.round
     return None
+
+
+def scores_of(records: Sequence[RoundRecord], headline: Headline) -> dict[str, Any]:
+    """Return what a summary says about the scores of a run.
+
+    It names the headline metric, its direction and unit, then each metric's last value.
+    """
+    last: dict[str, Any] = {headline.name: None, "loss": None}
+    for record in records:
+        last |= {name: value for name, value in record.metrics.items() if value is not None}
+    said: dict[str, Any] = {
+        "headline": headline.name,
+        "headline_unit": headline.unit,
+        "higher_is_better": headline.higher_is_better,
+        f"{headline.name}_mean_last10": mean_of_last(records, 10, headline.name),
+    }
+    for name, value in last.items():
+        said[name if isinstance(value, list) else f"{name}_last"] = value
+    return said

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from fedbasin.core.net import Net, Outputs
+from fedbasin.core.task import Task
 
 if TYPE_CHECKING:
     from fedbasin.core.method import Context
@@ -29,7 +30,7 @@ class Batch(NamedTuple):
     """One mini-batch of one client."""
 
     inputs: Tensor  # [B, ...] ready for the network
-    labels: Tensor  # [B]
+    labels: Tensor  # [B] or [B, k]
     weight: Tensor  # [B] 1 for a sample, 0 for padding
 
 
@@ -65,6 +66,7 @@ class View(NamedTuple):
     outputs: Outputs
     batch: Batch
     key: Tensor  # int64 [2], this step's randomness; fold it before drawing
+    task: Task
 
 
 class Look(NamedTuple):
@@ -75,6 +77,7 @@ class Look(NamedTuple):
     buffers: Tensor  # [Q] and its statistics
     shared: Any  # what the method broadcasts to this rule
     batch: Batch
+    task: Task
 
 
 class Setting(NamedTuple):

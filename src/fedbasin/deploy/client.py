@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,10 +12,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
+from fedbasin.core.task import Task
 from fedbasin.core.tree import mapped, tensors
 from fedbasin.deploy.clients import ASK
 from fedbasin.deploy.cohort import MERGED
@@ -31,9 +34,8 @@ from fedbasin.deploy.wire import (
     write_tree,
 )
 from fedbasin.local import SGD, Trainer
-from fedbasin.local.train import Received, Shard, Transform
+from fedbasin.local.train import Received, Shard, Transform, class_counts
 from fedbasin.sim import Federation
-from fedbasin.sim.evaluate import Examiner
 from fedbasin.sim.loop import client_key
 
 Data = Callable[[int, int], Shard]  # (partition id, number of partitions) -> rows
@@ -100,7 +102,8 @@ def client_app(
     data: Data,
     method: Method | str | None = None,
     *,
-    classes: int,
+    classes: int = 0,
+    task: Task | str = "classification",
     batch: int = 32,
     sgd: SGD | None = None,
     transform: Transform = as_floats,
@@ -115,7 +118,8 @@ def client_app(
         data: returns the rows of a client; nodes say which they are in ``--node-config``.
         method: the method that the server runs: clients follow its rules. None takes the run
             configuration's ``method``.
-        classes: number of classes.
+        classes: number of classes; 0 where targets are no classes.
+        task: what the network's outputs mean, as an expression or an object.
         batch: batch size.
         sgd: the optimiser.
         transform: turns stored rows into network inputs.
@@ -136,6 +140,7 @@ def client_app(
             batch=batch,
             transform=transform,
             classes=classes,
+            task=parse(task, "task") if isinstance(task, str) else task,
         )
         aside = None if held_out is None else held_out(client, clients)
         rows = data(client, clients)
@@ -257,9 +262,11 @@ def _evaluate(here: Desk, content: RecordDict) -> RecordDict:
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
     _, vector, buffers = _received(here, arrays)
     rows = here.held_out or here.rows
-    test = Examiner(net, rows.inputs, rows.labels, trainer.transform, trainer.classes)
-    score = test.score(vector, buffers)
-    metrics = {"num-examples": test.size, "accuracy": score.accuracy, "loss": score.loss}
+    test = Evaluator(net, rows.inputs, rows.labels, trainer.transform, trainer.task)
+    metrics: dict[str, float] = {"num-examples": test.size}
+    for name, value in test.score(vector, buffers).items():
+        if isinstance(value, float) and math.isfinite(value):  # AUROC of one class is undefined
+            metrics[name] = value
     return RecordDict({"metrics": MetricRecord(metrics)})
 
 
@@ -270,7 +277,7 @@ def _query(here: Desk, content: RecordDict, context: Context) -> RecordDict:
         _, vector, buffers = _received(here, arrays)
         gradient = here.trainer.full_gradient(here.rows, vector, buffers)
         return answer_gradient(gradient, len(here.rows.labels))
-    counts = torch.bincount(here.rows.labels, minlength=here.trainer.classes).tolist()
+    counts = class_counts(here.rows.labels, here.trainer.classes).tolist()
     if config.get(ASK) != "who":
         return answer(config, counts, context, parse(here.method, "method"))
     facts = MetricRecord({"partition-id": here.client, "num-partitions": here.clients})

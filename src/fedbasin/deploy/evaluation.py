@@ -60,13 +60,16 @@ def entered(
         _log.info("\t└──> Aggregated MetricRecord: %s", clients)
         result.evaluate_metrics_clientapp[now] = clients
         notes |= {f"clients_{name}": float(value) for name, value in clients.items()}
-    if server is None and record.accuracy is not None:
-        server = MetricRecord({"accuracy": record.accuracy, "loss": record.loss})
+    measured = {
+        name: value for name in record.metrics if (value := record.metric(name)) is not None
+    }
+    if server is None and measured:
+        server = MetricRecord(measured)
     if server is not None:
         _log.info("Global evaluation")
         _log.info("\t└──> MetricRecord: %s", server)
         result.evaluate_metrics_serverapp[now] = server
-    accuracy, loss = record.accuracy, record.loss
-    if accuracy is None and server is not None:
-        accuracy, loss = server.get("accuracy"), server.get("loss")
-    return replace(record, accuracy=accuracy, loss=loss, notes=notes)
+    metrics = dict(record.metrics)
+    if not measured and server is not None:
+        metrics |= {k: v for k, v in server.items() if isinstance(v, int | float)}
+    return replace(record, metrics=metrics, notes=notes)

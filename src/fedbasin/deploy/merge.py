@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.archive import ArchiveError
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.method import Context, Method, ReplyError
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.tree import tensors
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.deploy.replies import Collected, Guard, guarded
-from fedbasin.sim.evaluate import Examiner
 from fedbasin.sim.rounds import BufferPolicy, Server, notes_of
 
 _PIECE = 1 << 18  # elements that are looked at together
@@ -41,7 +41,7 @@ class Merger:
     buffers: BufferPolicy = "mean"
     recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None
     guard: Guard | None = None
-    test: Examiner | None = None
+    test: Evaluator | None = None
 
     def __post_init__(self) -> None:
         if self.buffers == "recalibrate" and self.recalibrate is None:
@@ -70,7 +70,7 @@ class Merger:
         loss = float(share @ collected.losses[near])
         mean = weighted_mean(collected.statistics[near], share)
         buffers = server.buffers if self.buffers == "keep" else mean
-        if isinstance(context.proxy, Examiner):
+        if isinstance(context.proxy, Evaluator):
             context = replace(context, proxy=replace(context.proxy, buffers=buffers))
         known = {id(leaf) for leaf in tensors(server.state)}
         try:
@@ -102,18 +102,8 @@ class Merger:
         if self.test is None:
             return record
         began = time.perf_counter()
-        score = self.test.score(server.score, server.buffers)
-        raw = None
-        if server.send is not server.score:
-            raw = self.test.score(server.send, server.buffers).accuracy
-        return replace(
-            record,
-            accuracy=score.accuracy,
-            loss=score.loss,
-            accuracy_send=raw,
-            accuracy_per_class=score.per_class if last else None,
-            seconds_evaluate=time.perf_counter() - began,
-        )
+        metrics = self.test.of_round(server.score, server.send, server.buffers, last=last)
+        return replace(record, metrics=metrics, seconds_evaluate=time.perf_counter() - began)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.lock import alone_in
-from fedbasin.core.record import RecordError, RoundRecord, RunFolder, mean_of_last
+from fedbasin.core.record import Headline, RecordError, RoundRecord, RunFolder, scores_of
 from fedbasin.core.state import load, read, save, write
 from fedbasin.core.tree import Leaf
 from fedbasin.sim.rounds import Server
@@ -53,6 +53,7 @@ class Journal:
         facts: what the summary says beside the measured numbers.
         method: of the run; a checkpoint of another one is not gone on from.
         seed: the same.
+        headline: the metric that runs are compared by.
     """
 
     # Set up by `restored`; as `Saved` has them.
@@ -68,10 +69,12 @@ class Journal:
         facts: Mapping[str, Any],
         method: str,
         seed: int,
+        headline: Headline | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"checkpoint_every must be at least 1, got {every}")
         self.folder = None if folder is None else RunFolder(Path(folder))
+        self.headline = headline or Headline()
         self.every, self.facts, self.method, self.seed = every, dict(facts), method, seed
 
     def alone(self) -> AbstractContextManager[None]:
@@ -148,8 +151,6 @@ class Journal:
 
     def finish(self) -> dict[str, Any]:
         """Write and return the headline numbers."""
-        scored = [r for r in self.records if r.accuracy is not None]
-        last = scored[-1] if scored else None
         summary = self.facts | {
             "method": self.method,
             "seed": self.seed,
@@ -157,10 +158,7 @@ class Journal:
             "status": "finished",
             "reason": None,
             "rounds": len(self.records),
-            "accuracy_mean_last10": mean_of_last(self.records, 10),
-            "accuracy_last": last.accuracy if last else None,
-            "loss_last": last.loss if last else None,
-            "accuracy_per_class": last.accuracy_per_class if last else None,
+            **scores_of(self.records, self.headline),
             "bytes_down": sum(r.bytes_down for r in self.records),
             "bytes_up": sum(r.bytes_up for r in self.records),
             "dropped": sum(r.dropped for r in self.records),

@@ -17,11 +17,14 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
 from fedbasin.core.catalogue import needs_of
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
+from fedbasin.core.needs import check_task
 from fedbasin.core.net import Net
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
+from fedbasin.core.task import Classification, Task
 from fedbasin.core.vectors import Weighting
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
@@ -33,7 +36,6 @@ from fedbasin.deploy.probe import gather_gradients
 from fedbasin.deploy.replies import Collector, Guard
 from fedbasin.deploy.resume import Journal
 from fedbasin.deploy.wire import Codec
-from fedbasin.sim.evaluate import Examiner
 from fedbasin.sim.participation import draw_cohort
 from fedbasin.sim.rounds import BufferPolicy, Server
 
@@ -70,6 +72,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             their sum alone by way of encryption.
         classes: number of classes, for private counts.
         test: rows that the scored model is tested on after each round.
+        task: what the network's outputs mean; that of `test` by default, or classification.
         buffers: what happens to BatchNorm statistics.
         recalibrate: renews statistics for a model, for the policy of that name.
         guard: what happens to updates that are far longer than the others.
@@ -111,11 +114,12 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         net: Net | None = None,
         schedule: Callable[[int], Plan] | None = None,
         batch: int = 0,
-        proxy: Examiner | None = None,
+        proxy: Evaluator | None = None,
         context: Context | None = None,
         counts: Literal["plain", "private"] = "plain",
         classes: int = 0,
-        test: Examiner | None = None,
+        test: Evaluator | None = None,
+        task: Task | str | None = None,
         buffers: BufferPolicy = "mean",
         recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None,
         guard: Guard | None = None,
@@ -137,10 +141,16 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
         self.key, self.seed, self.net = root(seed), seed, net
         self.schedule, self.batch, self.proxy, self.context = schedule, batch, proxy, context
-        self.counts, self.classes = counts, classes or (test.classes if test else 0)
+        self.counts = counts
+        self.classes = classes or (0 if test is None else test.classes)
         self.merger = Merger(self.method, buffers, recalibrate, guard, test)
         self.stream, self.patience = stream, patience
-        self.journal = Journal(folder, checkpoint_every, facts or {}, str(self.method), seed)
+        named = parse(task, "task") if isinstance(task, str) else task
+        self.task: Task = named or (Classification() if test is None else test.task)
+        headline = None if test is None else test.headline
+        self.journal = Journal(
+            folder, checkpoint_every, facts or {}, str(self.method), seed, headline
+        )
 
     def summary(self) -> None:
         """Log what the strategy is."""
@@ -313,6 +323,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         device = "cpu" if self.net is None else self.net.device
         self._codec = Codec.of(arrays, self.net)
         vector, buffers = (part.to(device) for part in self._codec.read(arrays))
+        check_task(self.method, self.task)
         needs = needs_of(self.method)
         proxy = self.proxy if self.context is None else self.context.proxy
         if "proxy" in needs and proxy is None:

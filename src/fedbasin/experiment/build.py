@@ -17,19 +17,23 @@ from torch import Tensor, nn
 from fedbasin import data, partition
 from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import needs_of
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan
+from fedbasin.core.metric import MetricError, metrics_of
+from fedbasin.core.needs import NeedError, check_task
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
 from fedbasin.core.rng import Key, root, torch_draws_from
 from fedbasin.core.rule import Setting
+from fedbasin.core.task import Targets, Task
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.local import SGD, Trainer
 from fedbasin.local.batches import count_steps
 from fedbasin.models.atoms import SymmetryError
-from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+from fedbasin.sim import Federation, LoopExecutor, Population
 from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.sim.cohort import CohortExecutor, Unsupported
 from fedbasin.sim.loop import Executor
@@ -136,22 +140,25 @@ def build(
     dataset = data.load(experiment.data.name, data_dir=data_dir)
     rows = cut_rows(experiment, dataset)
     method: Method = parse(experiment.method, "method")
+    task: Task = parse(experiment.task, "task")
     shape = tuple(rows.splits.train.inputs.shape[1:])
+    outputs = _outputs(task, rows)
     with torch_draws_from(key.fold("model")):
-        module = parse(experiment.model, "model")(shape, rows.classes)
+        module = parse(experiment.model, "model")(shape, outputs)
     net = Net(module, device, dtype, mixed=experiment.sim.precision == "bf16")
     transform = _transform(dataset, experiment.data, dtype)
 
-    def examiner(part: data.Rows) -> Examiner:
+    def examiner(part: data.Rows) -> Evaluator:
         inputs, labels = _on_device(part, device)
-        return Examiner(net, inputs, labels, transform, rows.classes)
+        return Evaluator(net, inputs, labels, transform, task, experiment.sim.metrics)
 
     train = rows.splits.train
     population = Population.of(train.inputs, train.labels, rows.parts.clients, device)
     proxy = examiner(rows.splits.proxy) if rows.splits.proxy is not None else None
+    test = examiner(rows.splits.test)
     trained_on = None
     if experiment.sim.evaluate_train:
-        trained_on = Examiner(net, population.inputs, population.labels, transform, rows.classes)
+        trained_on = replace(test, inputs=population.inputs, labels=population.labels)
     context = replace(
         _context(experiment, net, population, key),
         proxy=proxy,
@@ -160,7 +167,7 @@ def build(
         permutations=_permutations(method, module, transform(population.inputs[:2]), device),
     )
     sgd, batch = _sgd(experiment), experiment.local.batch
-    trainer = Trainer(net, method.rules(), sgd, batch, transform, rows.classes)
+    trainer = Trainer(net, method.rules(), sgd, batch, transform, rows.classes, task)
     _say_cautions(method, experiment, net, population)
     counts = population.class_counts(rows.classes).cpu().numpy()
     participation: Choice = parse(experiment.sim.participation, "participation")
@@ -173,7 +180,7 @@ def build(
         participation=participation,
         eligible=eligible,
         key=key,
-        test=examiner(rows.splits.test),
+        test=test,
         rounds=experiment.rounds,
         dropout=experiment.sim.dropout,
         buffers=experiment.sim.buffers,
@@ -188,6 +195,17 @@ def build(
         holdings=Holdings(dataset.classes, counts, rows.corrupted),
         data=identity(dataset.train.labels, dataset.test.labels, rows.parts.clients),
     )
+
+
+def _outputs(task: Task, rows: Rows) -> int:
+    """Return how many outputs the network has; refuse targets that the task is not for."""
+    labels = rows.splits.train.labels
+    columns = 1 if labels.ndim == 1 else int(labels.shape[1])
+    targets = Targets(rows.classes, columns, bool(np.issubdtype(labels.dtype, np.integer)))
+    try:
+        return task.outputs(targets)
+    except ValueError as error:
+        raise ConfigError(f"task: {error}") from error
 
 
 def _context(experiment: Experiment, net: Net, population: Population, key: Key) -> Context:
@@ -321,8 +339,16 @@ def _schedule(experiment: Experiment) -> Any:
 
 
 def check_needs(experiment: Experiment) -> None:
-    """Refuse a method that learns on the server where the server has no data."""
+    """Refuse a method that needs what the run does not have, before data is loaded."""
     method = parse(experiment.method, "method")
+    task = parse(experiment.task, "task")
+    try:
+        check_task(method, task)
+        metrics_of(task, experiment.sim.metrics)
+    except NeedError as error:
+        raise ConfigError(f"method: {error}") from error
+    except MetricError as error:
+        raise ConfigError(f"sim.metrics: {error}") from error
     if "proxy" in needs_of(method) and not experiment.data.proxy_per_class:
         raise ConfigError(
             f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper)"
@@ -369,7 +395,7 @@ def _permutations(
         raise ConfigError(f"{method} matches neurons: {error}, or another model") from error
 
 
-def _recalibration(experiment: Experiment, net: Net, proxy: Examiner | None) -> Any:
+def _recalibration(experiment: Experiment, net: Net, proxy: Evaluator | None) -> Any:
     """Return how statistics are renewed: forward passes over the server's rows."""
     if experiment.sim.buffers != "recalibrate":
         return None

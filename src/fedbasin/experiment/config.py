@@ -120,6 +120,7 @@ class SimConfig:
         evaluate_every: score the model every k rounds.
         evaluate_last: and in each of the last rounds.
         evaluate_train: score it on all clients' rows too.
+        metrics: further metrics to record, such as ``["macro_f1", "ece"]``.
         checkpoint_every: save every k rounds.
         client_memory: most main memory, in GiB, for what all clients keep between rounds (SCAFFOLD,
             FedDyn, ...); where they need more it lies in the run's folder.
@@ -139,6 +140,7 @@ class SimConfig:
     evaluate_every: int = 1
     evaluate_last: int = 10
     evaluate_train: bool = False
+    metrics: tuple[str, ...] = ()
     checkpoint_every: int = 10
     client_memory: float = 2.0
 
@@ -170,6 +172,7 @@ class Experiment:
     Args:
         method: how the server merges, such as ``"fedavg"`` or ``"scaffold(server_lr=0.5)"``.
         model: the network, such as ``"mlp(widths=(64,))"``.
+        task: what its outputs mean, such as ``"classification"`` or ``"regression"``.
         seed: the randomness of everything.
         rounds: how many rounds.
         data: which data.
@@ -181,6 +184,7 @@ class Experiment:
 
     method: str = "fedavg"
     model: str = "mlp"
+    task: str = "classification"
     seed: int = 0
     rounds: int = 100
     data: DataConfig = field(default_factory=DataConfig)
@@ -216,13 +220,19 @@ class Experiment:
         return write_toml(asdict(self))
 
 
-_TOP: tuple[tuple[str, Kind], ...] = (("method", "method"), ("model", "model"))
+_TOP: tuple[tuple[str, Kind], ...] = (
+    ("method", "method"),
+    ("model", "model"),
+    ("task", "task"),
+)
 
 
 def _check_expressions(experiment: Experiment) -> None:
     kinds: list[tuple[str, str, Kind]] = [
         ("method", experiment.method, "method"),
         ("model", experiment.model, "model"),
+        ("task", experiment.task, "task"),
+        *(("sim.metrics", metric, "metric") for metric in experiment.sim.metrics),
         ("partition.how", experiment.partition.how, "partition"),
         ("local.schedule", experiment.local.schedule, "schedule"),
         ("sim.participation", experiment.sim.participation, "participation"),

@@ -343,6 +343,7 @@ def facts(experiment: Experiment) -> dict[str, Any]:
         "seed": experiment.seed,
         "dataset": experiment.data.name,
         "model": experiment.model,
+        "task": experiment.task,
         "partition": experiment.partition.how,
         "clients": experiment.partition.clients,
         "device": f"{device} ({name})",

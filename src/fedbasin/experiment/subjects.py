@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,12 @@ from torch import Tensor
 
 from fedbasin import data
 from fedbasin.analyze import AnalysisError, Data, Subject
-from fedbasin.analyze.ground import Ground
-from fedbasin.core.record import RunFolder
+from fedbasin.core.record import RunFolder, headline_of, read_object
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.core.state import read
 from fedbasin.experiment.build import build, cut_rows
 from fedbasin.experiment.config import Experiment, from_mapping, read_config
-from fedbasin.sim import Examiner, Population
+from fedbasin.sim import Population
 
 
 def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None = None) -> Subject:
@@ -41,6 +41,7 @@ def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None
         records=tuple(folder.read_rounds()),
         snapshots=Snapshots(folder.snapshots),
         load=lambda: _load(experiment, folder, data_dir),
+        headline=headline_of(read_object(folder.summary) if folder.summary.exists() else {}),
     )
 
 
@@ -63,15 +64,11 @@ def _load(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> D
         return vector, buffers
 
     return Data(
-        test=_ground(test, test.inputs, test.labels),
-        train=_ground(test, population.inputs, population.labels),
+        test=test,
+        train=replace(test, inputs=population.inputs, labels=population.labels),
         owner=torch.from_numpy(np.repeat(np.arange(len(population)), population.sizes)),
-        counts=population.class_counts(test.classes),
+        counts=population.class_counts(len(dataset.classes)),
         class_names=tuple(dataset.classes),
         cohort=lambda round: federation.cohort(round - 1)[1],
         final=final,
     )
-
-
-def _ground(test: Examiner, inputs: Tensor, labels: Tensor) -> Ground:
-    return Ground(test.net, inputs, labels, test.transform, test.classes)

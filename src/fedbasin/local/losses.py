@@ -48,7 +48,12 @@ class Replaced(LocalRule):
     owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset({"loss"})
 
 
-@entry("rule", paper="Lin et al., ICCV 2017", url="https://arxiv.org/abs/1708.02002")
+@entry(
+    "rule",
+    paper="Lin et al., ICCV 2017",
+    url="https://arxiv.org/abs/1708.02002",
+    needs=("classes",),
+)
 @dataclass(frozen=True)
 class Focal(Replaced):
     """Count samples less the better they are classified: (1 - p_y)^gamma CE.
@@ -76,6 +81,7 @@ class Focal(Replaced):
     name="class_balanced",
     paper="Cui et al., CVPR 2019",
     url="https://arxiv.org/abs/1901.05555",
+    needs=("classes",),
 )
 @dataclass(frozen=True)
 class ClassBalanced(Replaced):
@@ -115,7 +121,8 @@ class _Shifted(Replaced):
 
     def loss(self, carry: Shift, value: Tensor, view: View) -> tuple[Tensor, Shift]:
         """Take the cross-entropy with the shift."""
-        return task_loss(view.outputs.logits + carry.shift, view.batch), carry
+        shifted = view.outputs.logits + carry.shift
+        return task_loss(view.task, shifted, view.batch), carry
 
 
 @entry(
@@ -123,6 +130,7 @@ class _Shifted(Replaced):
     name="balanced_softmax",
     paper="Ren et al., NeurIPS 2020",
     url="https://arxiv.org/abs/2007.10740",
+    needs=("classes",),
 )
 @dataclass(frozen=True)
 class BalancedSoftmax(_Shifted):
@@ -149,7 +157,7 @@ class BalancedSoftmax(_Shifted):
     name="logit_adjusted",
     paper="Menon et al., ICLR 2021",
     url="https://arxiv.org/abs/2007.07314",
-    needs=("class_counts",),
+    needs=("class_counts", "classes"),
 )
 @dataclass(frozen=True)
 class LogitAdjusted(_Shifted):
@@ -180,7 +188,7 @@ class LogitAdjusted(_Shifted):
         return Shift(start.shared.shift.to(start.vector.dtype))
 
 
-@entry("rule", name="balanced_rows")
+@entry("rule", name="balanced_rows", needs=("class_labels",))
 @dataclass(frozen=True)
 class BalancedRows(LocalRule):
     """Draw rows with replacement so that every class the client owns is equally likely.

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Batch, Gradient, Layer, LocalRule, Look, View
+from fedbasin.core.task import RowTask, Task, weighted_rows
 
 Aux = tuple[Tensor, Tensor, tuple[Any, ...]]  # loss value, statistics, carries
 Loss = Callable[[Tensor], tuple[Tensor, Aux]]
@@ -77,7 +77,7 @@ class Point(NamedTuple):
 
 def batch_mean(each: Tensor, batch: Batch) -> Tensor:
     """Return the mean of numbers [B] over the samples of a batch; padding has no weight."""
-    return (each * batch.weight).sum() / batch.weight.sum().clamp(min=1)
+    return weighted_rows(each, batch.weight)
 
 
 def one_hot(labels: Tensor, like: Tensor) -> Tensor:
@@ -85,18 +85,20 @@ def one_hot(labels: Tensor, like: Tensor) -> Tensor:
     return (labels[:, None] == torch.arange(like.shape[1], device=like.device)).to(like.dtype)
 
 
-def task_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy over the samples of a batch."""
-    return batch_mean(F.cross_entropy(logits, batch.labels, reduction="none"), batch)
+def task_loss(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
+    """Return the mean loss over the samples of a batch."""
+    return task.batch_loss(outputs, batch.labels, batch.weight)
 
 
 def summed_gradient(look: Look) -> Tensor:
     """Return the gradient [P] of the loss summed over the rows of a survey."""
+    task = look.task
+    if not isinstance(task, RowTask):
+        raise ValueError(f"the loss of {task} does not add up over rows: it has no full gradient")
 
     def total(vector: Tensor) -> Tensor:
-        logits = look.net(vector, look.batch.inputs, look.buffers).logits
-        each = F.cross_entropy(logits, look.batch.labels, reduction="none")
-        return (each * look.batch.weight).sum()
+        outputs = look.net(vector, look.batch.inputs, look.buffers).logits
+        return (task.each(outputs, look.batch.labels) * look.batch.weight).sum()
 
     gradient: Tensor = torch.func.grad(total)(look.vector)
     return gradient
@@ -107,7 +109,7 @@ def other_loss(rules: tuple[LocalRule, ...]) -> Iterator[str]:
     for rule in rules:
         if "loss" in rule.owns:
             yield (
-                f"the full gradients are of the cross-entropy, but {rule} trains on another loss; "
+                f"the full gradients are of the task's loss, but {rule} trains on another loss; "
                 "drop one of the two"
             )
 
@@ -132,6 +134,7 @@ def step(
     key: Tensor,
     *,
     net: Net,
+    task: Task,
     rules: tuple[LocalRule, ...],
     sgd: SGD,
     differentiate: Differentiate = by_autograd,
@@ -144,6 +147,7 @@ def step(
         lr: learning rate, eta.
         key: int64 [2], the randomness of dropout and of the rules in this step.
         net: the network.
+        task: what its outputs mean.
         rules: what the client does beyond SGD.
         sgd: the optimiser.
         differentiate: how the gradient is taken.
@@ -154,10 +158,10 @@ def step(
 
     def loss(vector: Tensor) -> tuple[Tensor, Aux]:
         outputs = net(vector, batch.inputs, point.buffers, key=key, training=True)
-        value = task_loss(outputs.logits, batch)
+        value = task_loss(task, outputs.logits, batch)
         updated = list(carries)
         for i in first_to_last:
-            view = View(net, vector, outputs, batch, key)
+            view = View(net, vector, outputs, batch, key, task)
             value, updated[i] = rules[i].loss(carries[i], value, view)
         return value, (value.detach(), outputs.buffers, tuple(updated))
 
@@ -191,7 +195,7 @@ def step(
 
 
 def step_in_place(
-    point: Point, batch: Batch, lr: float, key: Tensor, *, net: Net, sgd: SGD
+    point: Point, batch: Batch, lr: float, key: Tensor, *, net: Net, task: Task, sgd: SGD
 ) -> tuple[Point, Tensor]:
     """Take the step of `step` without rules and clipping, writing over the point's tensors.
 
@@ -201,7 +205,7 @@ def step_in_place(
     views = net.layout.views(point.vector)
     parts = {name: part.detach().requires_grad_() for name, part in views.items()}
     outputs = net.run(parts, batch.inputs, point.buffers, key=key, training=True)
-    value = task_loss(outputs.logits, batch)
+    value = task_loss(task, outputs.logits, batch)
     gradients = torch.autograd.grad(value, list(parts.values()), allow_unused=True)
     with torch.no_grad():
         if sgd.momentum:

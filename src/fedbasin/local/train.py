@@ -6,7 +6,7 @@ This is the reference that faster engines must equal, and what a real client run
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.method import Plan
+from fedbasin.core.needs import check_task
 from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in
 from fedbasin.core.rule import Batch, Finish, LocalRule, Look, Start, check_rules
+from fedbasin.core.task import Classification, Task
 from fedbasin.core.tree import added
 from fedbasin.local.batches import AUGMENT, DROPOUT, batches, count_steps, steps_per_epoch
 from fedbasin.local.step import SGD, Point, step, step_in_place, summed_gradient
@@ -29,7 +31,7 @@ class Shard(NamedTuple):
     """The rows one client holds, as stored."""
 
     inputs: Tensor  # [n, ...] uint8
-    labels: Tensor  # [n] int64
+    labels: Tensor  # [n] or [n, k] targets
 
 
 class Received(NamedTuple):
@@ -68,7 +70,8 @@ class Trainer:
         sgd: the optimiser.
         batch: batch size, B.
         transform: turns stored rows into network inputs; augments when given a key.
-        classes: number of classes.
+        classes: number of classes; 0 where targets are no classes.
+        task: what outputs mean.
     """
 
     net: Net
@@ -77,9 +80,11 @@ class Trainer:
     batch: int
     transform: Transform
     classes: int
+    task: Task = field(default_factory=Classification)
 
     def __post_init__(self) -> None:
         check_rules(self.rules)
+        check_task(self.rules, self.task)
 
     @property
     def in_place(self) -> bool:
@@ -96,9 +101,9 @@ class Trainer:
         vector = received.vector.clone() if self.in_place else received.vector
         point = Point(vector, vector.new_zeros(size), received.buffers, carries)
         take = (
-            partial(step_in_place, net=self.net, sgd=self.sgd)
+            partial(step_in_place, net=self.net, task=self.task, sgd=self.sgd)
             if self.in_place
-            else partial(step, net=self.net, rules=self.rules, sgd=self.sgd)
+            else partial(step, net=self.net, task=self.task, rules=self.rules, sgd=self.sgd)
         )
         losses, counts = [], []
         numbers = torch.arange(steps, device=received.key.device)
@@ -135,7 +140,9 @@ class Trainer:
     def full_gradient(self, shard: Shard, vector: Tensor, buffers: Tensor) -> Tensor:
         """Return the gradient [P] of the mean loss over all rows, without augmentation."""
         parts = [
-            summed_gradient(Look(self.net, vector, buffers, (), self._batch(shard, index, None)))
+            summed_gradient(
+                Look(self.net, vector, buffers, (), self._batch(shard, index, None), self.task)
+            )
             for index in torch.arange(len(shard.labels), device=vector.device).split(SURVEY_ROWS)
         ]
         return torch.stack(parts).sum(0) / max(len(shard.labels), 1)
@@ -149,7 +156,7 @@ class Trainer:
         """Return how likely each row [n] is, where a rule draws rows with replacement."""
         if self.drawer is None:
             return None
-        return self.drawer.chances(labels, torch.bincount(labels, minlength=self.classes))
+        return self.drawer.chances(labels, class_counts(labels, self.classes))
 
     def _survey(self, rule: LocalRule, shared: Any, shard: Shard, received: Received) -> Any:
         """Return the sums of a rule's survey over all rows."""
@@ -159,7 +166,14 @@ class Trainer:
         return added(
             [
                 rule.survey(
-                    Look(self.net, vector, buffers, shared, self._batch(shard, index, None))
+                    Look(
+                        self.net,
+                        vector,
+                        buffers,
+                        shared,
+                        self._batch(shard, index, None),
+                        self.task,
+                    )
                 )
                 for index in torch.arange(len(shard.labels), device=vector.device).split(
                     SURVEY_ROWS
@@ -171,7 +185,7 @@ class Trainer:
         self, shard: Shard, received: Received, plan: Plan, steps: int
     ) -> tuple[Start, ...]:
         vector = received.vector
-        counts = torch.bincount(shard.labels, minlength=self.classes).to(vector.dtype)
+        counts = class_counts(shard.labels, self.classes).to(vector.dtype)
         return tuple(
             Start(
                 vector=vector,
@@ -192,6 +206,13 @@ class Trainer:
     def _batch(self, shard: Shard, index: Tensor, augment: Tensor | None) -> Batch:
         inputs = self.net.arranged(self.transform(shard.inputs[index], augment))
         return Batch(inputs, shard.labels[index], inputs.new_ones(len(index), dtype=self.net.dtype))
+
+
+def class_counts(labels: Tensor, classes: int) -> Tensor:
+    """Count rows by class [classes]; nothing is counted where targets are no classes."""
+    if not classes:
+        return torch.zeros(0, dtype=torch.int64, device=labels.device)
+    return torch.bincount(labels, minlength=classes)
 
 
 def _number(value: float, like: Tensor) -> Tensor:

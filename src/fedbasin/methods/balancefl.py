@@ -149,6 +149,7 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     name="balancefl",
     paper="Shuai et al., IPSN 2022",
     url="https://github.com/sxontheway/BalanceFL",
+    needs=("classes", "features"),
     is_fedavg_when="never: rows are drawn with replacement",
 )
 @dataclass(frozen=True)

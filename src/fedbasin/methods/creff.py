@@ -93,6 +93,7 @@ class CReFFState:
     name="creff",
     paper="Shang et al., IJCAI 2022",
     url="https://arxiv.org/abs/2204.13399",
+    needs=("classes", "features"),
     is_fedavg_when="never: it sends FedAvg's models, but scores them under a re-trained head",
     exempt={
         "law_payload_is_what_the_card_says": "heads travel beside the model, which no number of "

@@ -56,7 +56,7 @@ _LEAST_VARIANCE = 1e-5
     "method",
     paper="Chen & Chao, ICLR 2021",
     url="https://arxiv.org/abs/2009.01974",
-    needs=("proxy",),
+    needs=("proxy", "classes"),
     is_fedavg_when={"epochs": 0},
 )
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from fedbasin.methods.fedavg import FedAvg
     "method",
     paper="Lin et al., NeurIPS 2020",
     url="https://arxiv.org/abs/2006.07242",
-    needs=("proxy",),
+    needs=("proxy", "classes"),
     is_fedavg_when={"epochs": 0},
 )
 @dataclass(frozen=True)

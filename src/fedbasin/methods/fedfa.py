@@ -151,6 +151,7 @@ class FedFAState:
     "method",
     paper="Zhou et al., IEEE TMC 2024",
     url="https://arxiv.org/abs/2211.09299",
+    needs=("classes", "features"),
     is_fedavg_when={"pull": 0.0, "head_lr": 0.0},
     exempt={
         "law_payload_is_what_the_card_says": "anchors of C x d numbers travel both ways, which no "

@@ -181,6 +181,7 @@ class FedGENNotes(NamedTuple):
     name="fedgen",
     paper="Zhu et al., ICML 2021",
     url="https://arxiv.org/abs/2105.10056",
+    needs=("classes", "features"),
     is_fedavg_when={"alpha": 0.0, "beta": 0.0},
     exempt={
         "law_payload_is_what_the_card_says": "a generator travels beside the model, which no "

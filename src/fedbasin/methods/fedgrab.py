@@ -138,6 +138,7 @@ class FedGraBState:
     name="fedgrab",
     paper="Xiao et al., NeurIPS 2023",
     url="https://arxiv.org/abs/2310.07587",
+    needs=("classes",),
     is_fedavg_when="never: every class has a sigmoid of its own instead of one softmax",
 )
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ class MimeNotes(NamedTuple):
     "method",
     paper="Karimireddy et al., NeurIPS 2021",
     url="https://arxiv.org/abs/2008.03606",
+    needs=("row_losses",),
     is_fedavg_when="never: every step is recentred on the cohort's gradient",
     down=3.0,
     up=2.0,

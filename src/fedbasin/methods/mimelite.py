@@ -70,6 +70,7 @@ class MimeLiteNotes(NamedTuple):
     "method",
     paper="Karimireddy et al., NeurIPS 2021",
     url="https://arxiv.org/abs/2008.03606",
+    needs=("row_losses",),
     is_fedavg_when={"momentum": 0.0, "server_lr": 1.0},
     down=2.0,
     up=2.0,

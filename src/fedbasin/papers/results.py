@@ -83,10 +83,11 @@ def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
 
 def _accuracy(score: Score, record: RoundRecord) -> float | None:
     if score.kind == "accuracy_train":
-        return record.accuracy_train
-    if score.kind == "accuracy_send" and record.accuracy_send is not None:
-        return record.accuracy_send
-    return record.accuracy  # of one model, where none is broadcast beside it
+        return record.metric("accuracy_train")
+    sent = record.metric("accuracy_send")
+    if score.kind == "accuracy_send" and sent is not None:
+        return sent
+    return record.metric("accuracy")  # of one model, where none is broadcast beside it
 
 
 def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> float:

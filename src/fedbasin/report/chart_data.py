@@ -16,7 +16,7 @@ from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import RoundRecord
 from fedbasin.report.curves import COLOURS
 from fedbasin.report.partition_figure import CLASS_COLOURS, order_of_clients
-from fedbasin.report.runs import Run, shared_holdings
+from fedbasin.report.runs import Run, headline_of_runs, shared_holdings
 from fedbasin.report.table import by_label
 
 _MOST_BARS = 120
@@ -34,14 +34,12 @@ class Measure:
         """Return the number, or None; what a method notes goes by ``note_``."""
         if self.key.startswith("note_"):
             return record.notes.get(self.key.removeprefix("note_"))
-        return getattr(record, self.key)
+        if self.key in record.metrics:
+            return record.metric(self.key)
+        return getattr(record, self.key, None)
 
 
-_MEASURES = (
-    Measure("accuracy", "test accuracy, %", 100.0),
-    Measure("loss", "test loss"),
-    Measure("accuracy_send", "test accuracy of the broadcast model, %", 100.0),
-    Measure("accuracy_train", "accuracy on clients' rows, %", 100.0),
+_OF_RECORDS = (
     Measure("train_loss", "training loss"),
     Measure("update_norm", "norm of the update"),
     Measure("model_norm", "norm of the model"),
@@ -83,10 +81,29 @@ def measures_of(runs: Sequence[Run]) -> list[Measure]:
     noted = {name: value for record in records for name, value in record.notes.items()}
     single = sorted(name for name, value in noted.items() if isinstance(value, int | float))
     known = [
-        *_MEASURES,
+        *_metric_measures(runs, records),
+        *_OF_RECORDS,
         *(Measure(f"note_{name}", f"{name}, noted by the method") for name in single),
     ]
     return [one for one in known if any(one.read(record) is not None for record in records)]
+
+
+def _metric_measures(runs: Sequence[Run], records: Sequence[RoundRecord]) -> list[Measure]:
+    """Return how the metrics of the records are shown, the headline first."""
+    headline = headline_of_runs(runs)
+    send = f"{headline.name}_send"
+    train = f"{headline.name}_train"
+    unit = f", {headline.unit}" if headline.unit else ""
+    name = headline.name.replace("_", " ")
+    special = {
+        headline.name: Measure(headline.name, f"test {name}{unit}", headline.scale),
+        "loss": Measure("loss", "test loss"),
+        send: Measure(send, f"test {name} of the broadcast model{unit}", headline.scale),
+        train: Measure(train, f"{name} on clients' rows{unit}", headline.scale),
+    }
+    names = dict.fromkeys(name for record in records for name in record.metrics)
+    others = {name: Measure(name, f"test {name.replace('_', ' ')}") for name in names}
+    return list((special | {name: others[name] for name in names if name not in special}).values())
 
 
 def _columns(run: Run, measures: Sequence[Measure]) -> dict[str, Any]:

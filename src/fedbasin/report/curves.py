@@ -11,7 +11,7 @@ import numpy as np
 
 from fedbasin.core.record import RoundRecord
 from fedbasin.report.partition_figure import as_text
-from fedbasin.report.runs import Run
+from fedbasin.report.runs import Run, headline_of_runs
 from fedbasin.report.table import by_label
 
 # Okabe and Ito's colours without yellow, which is lost on white; told apart by colour-blind
@@ -20,15 +20,10 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 STYLES = ("-", "--", "-.", ":")
 
 Against = Literal["round", "seconds", "bytes"]
-Measure = Literal["accuracy", "loss"]
 _AXES: dict[Against, tuple[str, Callable[[RoundRecord], float]]] = {
     "round": ("round", lambda record: 1.0),
     "seconds": ("seconds", lambda record: record.seconds),
     "bytes": ("megabytes sent and received", lambda r: (r.bytes_down + r.bytes_up) / 1e6),
-}
-_MEASURES: dict[Measure, tuple[str, float]] = {
-    "accuracy": ("test accuracy, %", 100.0),
-    "loss": ("test loss", 1.0),
 }
 
 
@@ -37,7 +32,7 @@ def draw_curves(
     path: Path,
     *,
     title: str = "",
-    measure: Measure = "accuracy",
+    measure: str = "",
     against: Against = "round",
     dpi: int = 150,
 ) -> Path:
@@ -47,7 +42,7 @@ def draw_curves(
         runs: the runs.
         path: where the picture goes; its ending decides the format (png, svg, pdf).
         title: what stands above it.
-        measure: what is drawn upwards.
+        measure: the metric that is drawn upwards; the headline by default.
         against: what is drawn to the right; seconds and bytes are means over seeds, too.
         dpi: dots an inch, for pixel formats.
     """
@@ -57,7 +52,15 @@ def draw_curves(
     from matplotlib import pyplot
 
     x_label, step = _AXES[against]
-    y_label, scale = _MEASURES[measure]
+    headline = headline_of_runs(runs)
+    if measure in ("", headline.name):
+        measure = headline.name
+        scale = headline.scale
+        y_label = f"test {headline.name.replace('_', ' ')}"
+        y_label += f", {headline.unit}" if headline.unit else ""
+    else:
+        scale = 1.0
+        y_label = f"test {measure.replace('_', ' ')}"
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for number, (label, members) in enumerate(by_label(runs).items()):
         x, low, mean, high = _band(members, measure, step)
@@ -72,7 +75,7 @@ def draw_curves(
     axes.set_title(as_text(title))
     axes.grid(alpha=0.3)
     if axes.lines:
-        axes.legend(loc="best" if measure == "loss" else "lower right", fontsize="small")
+        axes.legend(loc="lower right" if measure == "accuracy" else "best", fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
@@ -80,14 +83,14 @@ def draw_curves(
 
 
 def _band(
-    runs: Sequence[Run], measure: Measure, step: Callable[[RoundRecord], float]
+    runs: Sequence[Run], measure: str, step: Callable[[RoundRecord], float]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the axis, and the lowest, mean and highest value where every seed was evaluated."""
     scored = []
     for run in runs:
         places = accumulate(map(step, run.records))
         found = zip(run.records, places, strict=True)
-        scored.append({r.round: (x, v) for r, x in found if (v := getattr(r, measure)) is not None})
+        scored.append({r.round: (x, v) for r, x in found if (v := r.metric(measure)) is not None})
     rounds = sorted(set.intersection(*(set(found) for found in scored)))
     table = np.array([[found[r] for r in rounds] for found in scored], dtype=float)
     table = table.reshape(len(runs), len(rounds), 2)

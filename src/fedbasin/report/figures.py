@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from fedbasin.report.curves import Against, Measure, draw_curves
+from fedbasin.report.curves import Against, draw_curves
 from fedbasin.report.partition_figure import partition_figure
-from fedbasin.report.runs import Run, shared_holdings, title_of
-
-_CURVES: tuple[tuple[Measure, Against], ...] = (
-    ("accuracy", "round"),
-    ("accuracy", "seconds"),
-    ("accuracy", "bytes"),
-    ("loss", "round"),
-)
+from fedbasin.report.runs import Run, headline_of_runs, shared_holdings, title_of
 
 
 def write_figures(runs: Sequence[Run], stem: Path, ending: Literal["png", "svg"]) -> list[Path]:
@@ -36,7 +29,14 @@ def write_figures(runs: Sequence[Run], stem: Path, ending: Literal["png", "svg"]
 
     # Text stays text in an SVG file, so that it can be searched and set in the paper's font.
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        for measure, against in _CURVES:
+        headline = headline_of_runs(runs).name
+        curves: list[tuple[str, Against]] = [
+            (headline, "round"),
+            (headline, "seconds"),
+            (headline, "bytes"),
+            ("loss", "round"),
+        ]
+        for measure, against in curves:
             path = named(f"{measure}-by-{against}")
             draw_curves(runs, path, title=title, measure=measure, against=against, dpi=300)
         for number, (said, held) in enumerate(shared_holdings(runs), start=1):

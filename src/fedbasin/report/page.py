@@ -14,13 +14,13 @@ import jinja2
 from markupsafe import Markup
 
 from fedbasin.core.figure_data import Analysis
-from fedbasin.core.record import write_atomically
+from fedbasin.core.record import Headline, write_atomically
 from fedbasin.core.settings import write_value
 from fedbasin.report.chart_data import chart_data
 from fedbasin.report.curves import COLOURS
 from fedbasin.report.paired import Difference, least_ratio
 from fedbasin.report.reproduce import recipes
-from fedbasin.report.runs import Run, shared_facts, telling_settings, title_of
+from fedbasin.report.runs import Run, headline_of_runs, shared_facts, telling_settings, title_of
 from fedbasin.report.table import Row, by_label, cells, differences, summarise
 
 _SCRIPTS = ("d3-7.9.0.min.js", "plot-0.6.17.umd.min.js", "page.js")
@@ -33,7 +33,7 @@ class Line:
     """One line of the table of methods, written for people."""
 
     row: Row
-    accuracy: str
+    score: str
     rounds: str
     difference: str
     p: str
@@ -52,14 +52,14 @@ class Found:
 
 
 def write_page(
-    runs: Sequence[Run], path: Path, *, target: float = 0.8, baseline: str = "fedavg"
+    runs: Sequence[Run], path: Path, *, target: float | None = None, baseline: str = "fedavg"
 ) -> Path:
     """Write the report of some runs.
 
     Args:
         runs: what `read_runs` gives.
         path: the page.
-        target: accuracy for the column "rounds to target".
+        target: value of the headline for the column "rounds to target"; 80 % of accuracy.
         baseline: the method the others are compared with.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +67,10 @@ def write_page(
     return path
 
 
-def render(runs: Sequence[Run], *, target: float, baseline: str) -> str:
+def render(runs: Sequence[Run], *, target: float | None, baseline: str) -> str:
     """Return the page; every text from a run folder is escaped by the template engine."""
+    headline = headline_of_runs(runs)
+    target = headline.usual_target if target is None else target
     lines = _lines(runs, target, baseline)
     analyses = _analyses(runs)
     scripts = [_asset(name) for name in _SCRIPTS]
@@ -79,14 +81,20 @@ def render(runs: Sequence[Run], *, target: float, baseline: str) -> str:
         lstrip_blocks=True,
         loader=jinja2.FunctionLoader(_asset),
     )
-    environment.filters |= {"size": say_bytes, "percent": _percent, "cell": _cell, "number": _cell}
+    environment.filters |= {
+        "size": say_bytes,
+        "score": lambda value: _score(value, headline),
+        "cell": _cell,
+        "number": _cell,
+    }
     pairs, differing = _pairs(runs, baseline), telling_settings(runs)
     return environment.get_template("page.html").render(
         title=title_of(runs),
         facts=shared_facts(runs),
         runs=runs,
         lines=lines,
-        target=target,
+        headline=headline,
+        target_title=headline.target_title(target),
         baseline=baseline,
         compared=sum(line.difference != "" for line in lines),
         pairs=pairs,
@@ -128,18 +136,19 @@ def _download(text: str) -> str:
     return "data:application/toml;base64," + base64.b64encode(text.encode()).decode()
 
 
-def _lines(runs: Sequence[Run], target: float, baseline: str) -> list[Line]:
+def _lines(runs: Sequence[Run], target: float | None, baseline: str) -> list[Line]:
+    headline = headline_of_runs(runs)
     gaps = differences(runs, baseline)
     lines = []
     for number, row in enumerate(summarise(runs, target)):
-        _, accuracy, rounds, _, _ = cells(row)
+        _, score, rounds, _, _ = cells(row, headline)
         gap = gaps[row.method]
         lines.append(
             Line(
                 row=row,
-                accuracy=accuracy,
+                score=score,
                 rounds=rounds,
-                difference=_say_difference(gap),
+                difference=_say_difference(gap, headline),
                 p="" if gap is None or gap.p is None else _say_p(gap.p),
                 better="" if gap is None else f"{gap.better} of {gap.pairs}",
                 moved=say_bytes(row.bytes_moved),
@@ -150,12 +159,14 @@ def _lines(runs: Sequence[Run], target: float, baseline: str) -> list[Line]:
     return lines
 
 
-def _say_difference(gap: Difference | None) -> str:
+def _say_difference(gap: Difference | None, headline: Headline) -> str:
     if gap is None:
         return ""
-    said = f"{100 * gap.mean:+.2f}"
+    digits = 2 if headline.unit == "%" else 4
+    scale = headline.scale
+    said = f"{scale * gap.mean:+.{digits}f}"
     if gap.low is not None and gap.high is not None:
-        said += f" [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]"
+        said += f" [{scale * gap.low:+.{digits}f}, {scale * gap.high:+.{digits}f}]"
     return said.replace("-", "\N{MINUS SIGN}")
 
 
@@ -169,8 +180,9 @@ def _pairs(runs: Sequence[Run], baseline: str) -> list[int]:
     return sorted({gap.pairs for gap in found if gap is not None})
 
 
-def _percent(share: Any) -> str:
-    return f"{100 * share:.2f}" if isinstance(share, int | float) else "-"
+def _score(value: Any, headline: Headline) -> str:
+    digits = 2 if headline.unit == "%" else 4
+    return headline.shown(value if isinstance(value, int | float) else None, digits)
 
 
 def _cell(value: Any) -> str:

@@ -20,7 +20,7 @@ class Difference:
 
     pairs: int
     mean: float
-    better: int  # pairs in which it is above zero
+    better: int  # pairs in which it is the better one
     low: float | None = None  # 95 % confidence interval of the mean
     high: float | None = None
     p: float | None = None  # two-sided paired t-test; None where it says nothing
@@ -33,8 +33,10 @@ def least_ratio(pairs: int) -> float:
     return float(stats.t.ppf(0.975, pairs - 1)) / math.sqrt(pairs)
 
 
-def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
-    """Compare two methods by their accuracies of each seed; None without a common seed.
+def paired_difference(
+    ours: Mapping[int, float], theirs: Mapping[int, float], *, higher_is_better: bool = True
+) -> Difference | None:
+    """Compare two methods by their scores of each seed; None without a common seed.
 
     Student's paired t-test, which takes the differences to be roughly normal. A rank test
     (Wilcoxon) asks for less, but with 3 pairs its p-value is never below 0.25 and with 5
@@ -44,7 +46,8 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     if not seeds:
         return None
     gaps = np.array([ours[seed] - theirs[seed] for seed in seeds])
-    mean, better = float(gaps.mean()), int((gaps > 0).sum())
+    mean = float(gaps.mean())
+    better = int((gaps > 0).sum() if higher_is_better else (gaps < 0).sum())
     if len(gaps) < 2 or np.ptp(gaps) <= 1e-12:  # nothing to estimate a spread from
         return Difference(len(gaps), mean, better)
     from scipy import stats  # slow to import, and needed only here

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedbasin.core.figure_data import Analysis, FigureDataError
 from fedbasin.core.holdings import Holdings
-from fedbasin.core.record import RecordError, RoundRecord, RunFolder
+from fedbasin.core.record import Headline, RecordError, RoundRecord, RunFolder, headline_of
 from fedbasin.core.settings import flatten, write_value
 
 # Settings that change no result.
@@ -33,6 +33,11 @@ class Run:
     holdings: Holdings | None = None
     analyses: tuple[Analysis, ...] = ()
     problems: tuple[str, ...] = ()  # files of the folder that could not be read
+
+    @property
+    def headline(self) -> Headline:
+        """The metric that the run is judged by."""
+        return headline_of(self.summary)
 
     @property
     def ended(self) -> bool:
@@ -68,6 +73,16 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
                 "counts a seed once, leave one of them out"
             )
     return named
+
+
+def headline_of_runs(runs: Sequence[Run]) -> Headline:
+    """Return the metric that all runs are judged by; runs of different ones are not compared."""
+    found = list(dict.fromkeys(run.headline for run in runs))
+    if len(found) > 1:
+        raise RecordError(
+            f"some runs are judged by {found[0].name}, others by {found[1].name}; report them apart"
+        )
+    return found[0] if found else Headline()
 
 
 def telling_settings(runs: Sequence[Run]) -> list[str]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from fedbasin.core.record import mean_of_last, rounds_to_target
+from fedbasin.core.record import Headline, mean_of_last, rounds_to_target
 from fedbasin.report.paired import Difference, paired_difference
-from fedbasin.report.runs import Run
+from fedbasin.report.runs import Run, headline_of_runs
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Row:
 
     method: str  # its label
     seeds: int
-    accuracy: float | None  # mean over seeds of the mean accuracy of the last 10 rounds
+    score: float | None  # mean over seeds of the headline's mean over the last 10 rounds
     spread: float | None  # standard deviation over seeds; None for a single seed
     rounds: float | None  # mean rounds to the target, of the seeds that reached it
     reached: int  # how many seeds reached it
@@ -36,19 +36,21 @@ def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
     }
 
 
-def summarise(found: Sequence[Run], target: float) -> list[Row]:
-    """Write one row a method."""
+def summarise(found: Sequence[Run], target: float | None) -> list[Row]:
+    """Write one row a method; without a target nobody reaches it."""
+    headline = headline_of_runs(found)
     rows = []
     for method, runs in by_label(found).items():
-        scores = [s for s in (mean_of_last(run.records) for run in runs) if s is not None]
-        reached = [
-            r for r in (rounds_to_target(run.records, target) for run in runs) if r is not None
-        ]
+        scores = [s for s in (_score(run, headline) for run in runs) if s is not None]
+        reached = []
+        if target is not None:
+            first = [rounds_to_target(run.records, target, headline=headline) for run in runs]
+            reached = [round for round in first if round is not None]
         rows.append(
             Row(
                 method=method,
                 seeds=len(runs),
-                accuracy=fmean(scores) if scores else None,
+                score=fmean(scores) if scores else None,
                 spread=stdev(scores) if len(scores) > 1 else None,
                 rounds=fmean(reached) if reached else None,
                 reached=len(reached),
@@ -70,6 +72,7 @@ def differences(runs: Sequence[Run], baseline: str) -> dict[str, Difference | No
     shares its own; None where there is no such run, or no common seed.
     """
     groups = by_label(runs)
+    headline = headline_of_runs(runs)
     found = {}
     for label, members in groups.items():
         partners = {name: others for name, others in groups.items() if others[0].method == baseline}
@@ -78,27 +81,37 @@ def differences(runs: Sequence[Run], baseline: str) -> dict[str, Difference | No
             partners = {n: o for n, o in partners.items() if n.removeprefix(baseline) == own}
         if len(partners) == 1 and label not in partners:
             (theirs,) = partners.values()
-            found[label] = paired_difference(_scores(members), _scores(theirs))
+            found[label] = paired_difference(
+                _scores(members, headline),
+                _scores(theirs, headline),
+                higher_is_better=headline.higher_is_better,
+            )
         else:
             found[label] = None
     return found
 
 
-def _scores(runs: Sequence[Run]) -> dict[int, float]:
-    scores = {run.seed: mean_of_last(run.records) for run in runs if run.ended}
+def _score(run: Run, headline: Headline) -> float | None:
+    return mean_of_last(run.records, metric=headline.name)
+
+
+def _scores(runs: Sequence[Run], headline: Headline) -> dict[int, float]:
+    scores = {run.seed: _score(run, headline) for run in runs if run.ended}
     return {seed: score for seed, score in scores.items() if score is not None}
 
 
-def cells(row: Row) -> tuple[str, str, str, str, str]:
-    """Write a row for people: method, accuracy in percent, rounds to target, seconds, seeds."""
-    accuracy = "-" if row.accuracy is None else f"{100 * row.accuracy:.2f}"
+def cells(row: Row, headline: Headline | None = None) -> tuple[str, str, str, str, str]:
+    """Write a row for people: method, score in its unit, rounds to target, seconds, seeds."""
+    headline = headline or Headline()
+    digits = 2 if headline.unit == "%" else 4
+    score = headline.shown(row.score, digits)
     if row.spread is not None:
-        accuracy += f" ± {100 * row.spread:.2f}"
+        score += f" ± {headline.shown(row.spread, digits)}"
     if row.diverged:
-        accuracy += f" ({row.diverged} diverged)"
+        score += f" ({row.diverged} diverged)"
     if row.stopped:
-        accuracy += f" ({row.stopped} stopped)"
+        score += f" ({row.stopped} stopped)"
     rounds = "not reached" if row.rounds is None else f"{row.rounds:.0f}"
     if 0 < row.reached < row.seeds:
         rounds += f" ({row.reached} of {row.seeds} seeds)"
-    return row.method, accuracy, rounds, f"{row.seconds:.1f}", str(row.seeds)
+    return row.method, score, rounds, f"{row.seconds:.1f}", str(row.seeds)

@@ -1,6 +1,5 @@
 """Room 6: the round loop and the executors that train a cohort."""
 
-from fedbasin.sim.evaluate import Examiner as Examiner
 from fedbasin.sim.loop import LoopExecutor as LoopExecutor
 from fedbasin.sim.population import Population as Population
 from fedbasin.sim.rounds import Diverged as Diverged

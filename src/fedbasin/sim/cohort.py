@@ -358,6 +358,7 @@ class CohortExecutor(Executor):
                 course.lr,
                 d,
                 net=trainer.net,
+                task=trainer.task,
                 rules=trainer.rules,
                 sgd=trainer.sgd,
                 differentiate=by_transform,

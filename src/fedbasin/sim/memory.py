@@ -47,12 +47,12 @@ def _saved_bytes(trainer: Trainer, population: Population, vector: Tensor) -> in
         return tensor
 
     raw = population.inputs[:1].expand(trainer.batch, *population.inputs.shape[1:])
-    labels = population.labels[:1].expand(trainer.batch)
+    labels = population.labels[:1].expand(trainer.batch, *population.labels.shape[1:])
     leaf = vector.detach().requires_grad_()
     inputs = trainer.transform(raw, None)
     batch = Batch(
         inputs, labels, torch.ones(trainer.batch, dtype=vector.dtype, device=vector.device)
     )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        task_loss(trainer.net(leaf, inputs).logits, batch)
+        task_loss(trainer.task, trainer.net(leaf, inputs).logits, batch)
     return sum(kept.values())

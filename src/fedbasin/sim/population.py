@@ -66,6 +66,8 @@ class Population:
 
     def class_counts_of(self, clients: Tensor, classes: int) -> Tensor:
         """Count the samples of some clients by class [C, classes], all on the device."""
+        if not classes:
+            return torch.zeros(len(clients), 0, dtype=torch.int64, device=self.labels.device)
         offsets = torch.from_numpy(self.offsets).to(self.labels.device)
         first, end = offsets[clients][:, None], offsets[clients + 1][:, None]
         place = torch.arange(max(int(self.sizes.max()), 1), device=self.labels.device)
@@ -76,6 +78,8 @@ class Population:
 
     def class_counts(self, classes: int) -> Tensor:
         """Count samples by client and class: [N, classes]."""
+        if not classes:
+            return torch.zeros(len(self), 0, dtype=torch.int64, device=self.labels.device)
         owner = np.repeat(np.arange(len(self)), self.sizes)
         cells = torch.from_numpy(owner).to(self.labels.device) * classes + self.labels
         return torch.bincount(cells, minlength=len(self) * classes).view(len(self), classes)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.archive import Archive
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import Choice
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Served
@@ -22,7 +23,6 @@ from fedbasin.core.snapshot import Snapshot, Snapshots
 from fedbasin.core.tree import count_bytes, flatten
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.evaluate import Examiner
 from fedbasin.sim.loop import Executor, Gathered, Sent
 from fedbasin.sim.participation import draw_cohort, drop_out
 
@@ -79,14 +79,14 @@ class Federation:
     participation: Choice
     eligible: np.ndarray
     key: Key
-    test: Examiner
+    test: Evaluator
     rounds: int
     dropout: float = 0.0
     buffers: BufferPolicy = "mean"
     recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None
     evaluate_every: int = 1
     evaluate_last: int = 10
-    train: Examiner | None = None
+    train: Evaluator | None = None
     client_memory: float = math.inf
     client_archive: Archive | None = None
     snapshots: Snapshots | None = None
@@ -179,7 +179,7 @@ class Federation:
         except ReplyError as error:
             raise Diverged(f"round {server.round + 1}: {error}") from error
         buffers = self._statistics(server, gathered.buffers, replies)
-        if isinstance(context.proxy, Examiner):
+        if isinstance(context.proxy, Evaluator):
             context = replace(context, proxy=replace(context.proxy, buffers=buffers))
         served, state = self.method.aggregate(server.state, server.send, replies, context)
         if self.buffers == "recalibrate" and self.test.net.has_statistics:
@@ -238,23 +238,12 @@ class Federation:
         last = record.round == self.rounds
         late = record.round > self.rounds - self.evaluate_last
         if not (last or late or record.round % self.evaluate_every == 0):
-            return record
+            return replace(record, metrics=self.test.unscored())
         began = time.perf_counter()
-        models = [server.score]
-        if server.send is not server.score:
-            models.append(server.send)
-        score, *others = self.test.scores(models, server.buffers)
-        raw = others[0].accuracy if others else None
-        at_home = self.train.scores(models[:1], server.buffers) if self.train else ()
-        return replace(
-            record,
-            accuracy=score.accuracy,
-            loss=score.loss,
-            accuracy_send=raw,
-            accuracy_train=at_home[0].accuracy if at_home else None,
-            accuracy_per_class=score.per_class if last else None,
-            seconds_evaluate=time.perf_counter() - began,
+        metrics = self.test.of_round(
+            server.score, server.send, server.buffers, last=last, train=self.train
         )
+        return replace(record, metrics=metrics, seconds_evaluate=time.perf_counter() - began)
 
 
 def notes_of(served: Served) -> dict[str, float | list[float]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fedbasin.core.record import RoundRecord, RunFolder, mean_of_last, write_atomically
+from fedbasin.core.record import Headline, RoundRecord, RunFolder, scores_of, write_atomically
 from fedbasin.core.state import load, save, write
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, Kept
@@ -89,7 +89,11 @@ def run(
                     break
         except Diverged as error:
             status, reason = "diverged", str(error)
-        summary = facts | {"status": status, "reason": reason} | _numbers(records, seconds())
+        summary = (
+            facts
+            | {"status": status, "reason": reason}
+            | _numbers(records, seconds(), federation.test.headline)
+        )
         summary |= federation.executor.facts() | {"client_states": states.where}
         folder.write_summary(summary)
     if status == "finished":
@@ -152,15 +156,10 @@ def _ship(federation: Federation, server: Server, folder: RunFolder) -> None:
     write(folder.model, {name: tensor.cpu().contiguous() for name, tensor in named.items()})
 
 
-def _numbers(records: list[RoundRecord], seconds: float) -> dict[str, Any]:
-    scored = [record for record in records if record.accuracy is not None]
-    last = scored[-1] if scored else None
+def _numbers(records: list[RoundRecord], seconds: float, headline: Headline) -> dict[str, Any]:
     return {
         "rounds": len(records),
-        "accuracy_mean_last10": mean_of_last(records, 10),
-        "accuracy_last": last.accuracy if last else None,
-        "loss_last": last.loss if last else None,
-        "accuracy_per_class": last.accuracy_per_class if last else None,
+        **scores_of(records, headline),
         "bytes_down": sum(record.bytes_down for record in records),
         "bytes_up": sum(record.bytes_up for record in records),
         "seconds": seconds,

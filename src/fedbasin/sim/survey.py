@@ -36,7 +36,7 @@ def survey(
         return ()
     net, vector, buffers = trainer.net, sent.vector, sent.buffers
     return _sums(
-        lambda batch: rule.survey(Look(net, vector, buffers, shared, batch)),
+        lambda batch: rule.survey(Look(net, vector, buffers, shared, batch, trainer.task)),
         trainer,
         population,
         clients,
@@ -47,7 +47,9 @@ def gradients(trainer: Trainer, population: Population, clients: np.ndarray, sen
     """Return every client's mean gradient over its rows [C, P]."""
     net, vector, buffers = trainer.net, sent.vector, sent.buffers
     found: _Gradient = _sums(
-        lambda batch: _Gradient(summed_gradient(Look(net, vector, buffers, (), batch))),
+        lambda batch: _Gradient(
+            summed_gradient(Look(net, vector, buffers, (), batch, trainer.task))
+        ),
         trainer,
         population,
         clients,
