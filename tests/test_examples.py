@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from fedbasin.core.catalogue import CATALOGUE
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
+from fedbasin.core.task import Classification
 from fedbasin.local import SGD, Trainer
 from fedbasin.methods import FedAvg
-from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
+from fedbasin.sim import Federation, LoopExecutor, Population
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -45,7 +47,9 @@ def test_fedavg_by_hand_agrees_with_the_library(capsys):
         torch.manual_seed(0)
         net = Net(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
     key = root(0)
-    scored = Examiner(net, (test_images * 16).round().to(torch.uint8), test_labels, transform, 10)
+    scored = Evaluator(
+        net, (test_images * 16).round().to(torch.uint8), test_labels, transform, Classification()
+    )
     federation = Federation(
         method=FedAvg(),
         executor=LoopExecutor(Trainer(net, (), SGD(), hand.BATCH, transform, 10), people, key),
@@ -59,7 +63,7 @@ def test_fedavg_by_hand_agrees_with_the_library(capsys):
     )
     server, states = federation.begin()
     *_, (_, record) = federation.rounds_from(server, states)
-    assert accuracy > 0.75 and abs(record.accuracy - accuracy) < 0.06
+    assert accuracy > 0.75 and abs(record.metric("accuracy") - accuracy) < 0.06
 
 
 def test_quickstart_is_whole():

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 import fedbasin.experiment  # noqa: F401  (fills the catalogue)
-from fedbasin.analyze.ground import Ground
 from fedbasin.analyze.landscape import plane
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.task import Classification
 from fedbasin.data.transform import Transform
 
 SHAPES = {"fmnist_cnn": (1, 28, 28), "cifar_cnn": (3, 32, 32), "resnet20": (3, 32, 32)}
@@ -45,8 +46,8 @@ def main():
     inputs = torch.from_numpy(rng.integers(0, 256, (args.rows, *shape), dtype=np.uint8))
     labels = torch.from_numpy(rng.integers(0, 10, args.rows))
     transform = Transform((0.5,) * shape[0], (0.25,) * shape[0], augment=False, kind="image")
-    ground = Ground(
-        net, inputs.to(args.device), labels.to(args.device), transform, 10,
+    ground = Evaluator(
+        net, inputs.to(args.device), labels.to(args.device), transform, Classification(),
         rows_at_once=args.rows_at_once, models_at_once=args.models_at_once,
     )  # fmt: skip
     noise = torch.from_numpy(rng.standard_normal((3, net.layout.size), dtype=np.float32))

@@ -65,7 +65,7 @@ def measure(experiment: Experiment) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         run(experiment, Path(folder) / "run")
         records = RunFolder(Path(folder) / "run").read_rounds()
-    last = [record.accuracy for record in records[-50:]]
+    last = [record.metric("accuracy") for record in records[-50:]]
     return {
         "accuracy": mean_of_last(records),
         "last50": fmean(last),

@@ -59,7 +59,9 @@ def measure(setting):
         except RuntimeError:
             summary = RunFolder(Path(folder) / "run").read_summary()
         records = RunFolder(Path(folder) / "run").read_rounds()
-    scored = [record.accuracy for record in records if record.accuracy is not None]
+    scored = [
+        record.metric("accuracy") for record in records if record.metric("accuracy") is not None
+    ]
     per_class = summary["accuracy_per_class"] or []
     notes = [record.notes for record in records if record.notes]
     return {

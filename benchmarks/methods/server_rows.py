@@ -22,14 +22,15 @@ import torch
 from tqdm import tqdm
 
 import fedbasin.experiment  # noqa: F401  (fills the catalogue)
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.task import Classification
 from fedbasin.data.transform import Transform
 from fedbasin.local import SGD, Received, Shard, Trainer
 from fedbasin.methods import FedBE, FedDF, FedLAW, ServerFT
-from fedbasin.sim import Examiner
 from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.testing import replies_of
 
@@ -69,7 +70,7 @@ def measured(precision: str, repeats: int) -> list[dict]:
         trainer.train(Shard(images, labels), given, Plan(lr=0.01))
 
     def merging(method, kind, epochs):
-        proxy = Examiner(nets[kind], images, labels, transform, CLASSES)
+        proxy = Evaluator(nets[kind], images, labels, transform, Classification())
         context = Context(nets[kind].layout, CLIENTS, 1, key, proxy=proxy)
         state, sent = method.init(vector, context), replies if method is METHODS[0] else two
         method = replace(method, epochs=epochs, batch=BATCH)

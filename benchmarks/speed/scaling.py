@@ -25,15 +25,17 @@ def federation(clients: int, cohort: int):
     import torch
 
     import fedbasin.experiment  # noqa: F401  (fills the catalogue)
+    from fedbasin.core.evaluator import Evaluator
     from fedbasin.core.expressions import parse
     from fedbasin.core.method import Context, Plan
     from fedbasin.core.net import Net
     from fedbasin.core.rng import root, torch_draws_from
+    from fedbasin.core.task import Classification
     from fedbasin.data.transform import Transform
     from fedbasin.experiment import Experiment
     from fedbasin.experiment.build import pick_executor
     from fedbasin.local import SGD, Trainer
-    from fedbasin.sim import Examiner, Federation, Population
+    from fedbasin.sim import Federation, Population
 
     torch.set_num_threads(1)
     key = root(0)
@@ -56,7 +58,7 @@ def federation(clients: int, cohort: int):
         participation=parse(f"count(clients={cohort})", "participation"),
         eligible=np.arange(clients),
         key=key,
-        test=Examiner(net, *test, transform, CLASSES),
+        test=Evaluator(net, *test, transform, Classification()),
         rounds=1_000_000,
         evaluate_every=1_000_000,
     )

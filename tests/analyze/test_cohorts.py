@@ -23,14 +23,15 @@ from fedbasin.analyze.decomposition import (
     squared_error,
 )
 from fedbasin.analyze.distance import locality
-from fedbasin.analyze.ground import Ground, Scores
 from fedbasin.analyze.neurons import (
     class_concentration,
     mass_concentration,
     neuron_concentration,
 )
+from fedbasin.core.evaluator import Evaluator, Measured
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.task import Classification
 
 KEY = root(11)
 DRAWS = KEY.fold("tests").numpy()
@@ -108,7 +109,7 @@ def test_a_client_without_rows_has_no_bias_on_its_own():
 
 def test_ensemble_and_average_differ_by_the_square_of_the_distance():
     net = small_net(lambda: nn.Linear(4, 6), nn.Tanh, lambda: nn.Linear(6, 3))
-    ground = Ground(net, normal(40, 4), torch.zeros(40, dtype=torch.int64), lambda r, k: r, 3)
+    ground = Evaluator(net, normal(40, 4), torch.zeros(40, dtype=torch.int64), lambda r, k: r, 3)
     models = net.initial()[0] + 0.5 * normal(5, net.layout.size)
     weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     found = ensemble_gap(ground, models, weights, halvings=6)
@@ -126,7 +127,7 @@ class Far:
 
     def measure(self, weights, models, tick=lambda count: None):
         points = weights.double() @ models.double()
-        return Scores(points.norm(dim=1), points.norm(dim=1))
+        return Measured(points.norm(dim=1), points.norm(dim=1))
 
 
 def test_averaging_more_orthogonal_models_shrinks_their_mean_as_one_over_root_k():
@@ -143,10 +144,13 @@ def test_averaging_more_orthogonal_models_shrinks_their_mean_as_one_over_root_k(
 def test_an_ensemble_averages_what_the_subsets_of_the_averages_say():
     net = small_net(lambda: nn.Linear(4, 3))
     labels = torch.from_numpy(DRAWS.integers(0, 3, 40))
-    ground, models = Ground(net, normal(40, 4), labels, lambda r, k: r, 3), normal(4, 15)
+    ground, models = (
+        Evaluator(net, normal(40, 4), labels, lambda r, k: r, Classification()),
+        normal(4, 15),
+    )
     weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
     found = ensemble_by_count(ground, models, weights, KEY, subsets=5)
-    said = torch.softmax(ground.logits(models), 2).numpy()
+    said = torch.softmax(ground.outputs(models), 2).numpy()
     draws, wanted = KEY.fold("subsets").numpy(), []
     for count in range(1, 5):
         for _ in range(5):
@@ -296,7 +300,9 @@ def test_concentration_reads_every_layer_and_counts_classes_alike():
     ones = torch.eye(3, dtype=torch.float64)
     model = net.layout.flat({"0.weight": ones, "2.weight": ones, "2.bias": torch.zeros(3)})
     labels = torch.tensor([0, 1, 2, 2, 2])
-    ground = Ground(net, 2 * ones[labels], labels, lambda r, k: r, 3, rows_at_once=2)
+    ground = Evaluator(
+        net, 2 * ones[labels], labels, lambda r, k: r, Classification(), rows_at_once=2
+    )
     found = neuron_concentration(ground, model)
     assert found.layers == ("1",)
     assert found.by_class.tolist() == pytest.approx([1])
@@ -326,7 +332,7 @@ def test_activations_of_a_convolution_of_a_reused_layer_and_of_none():
     net(2 * vector, images)
     assert all(found[name] is seen[name] for name in found)  # no hook goes on writing
     assert len(found) == 2
-    ground = Ground(net, images, torch.tensor([0, 1, 0, 1]), lambda r, k: r, 2)
+    ground = Evaluator(net, images, torch.tensor([0, 1, 0, 1]), lambda r, k: r, Classification())
     found = neuron_concentration(ground, vector)
     per_neuron = net.activations(vector, images)["act"].abs().mean((2, 3))
     by_class = torch.stack([per_neuron[[0, 2]].mean(0), per_neuron[[1, 3]].mean(0)])
@@ -337,7 +343,7 @@ def test_activations_of_a_convolution_of_a_reused_layer_and_of_none():
     assert list(plain.activations(plain.initial()[0], normal(2, 3))) == ["0", "2"]
     texts = normal(2, 7, 3)  # seven places: the last axis holds the neurons
     wide = small_net(lambda: nn.Linear(3, 4), nn.Tanh)
-    ground = Ground(wide, texts, torch.tensor([0, 1]), lambda r, k: r, 2)
+    ground = Evaluator(wide, texts, torch.tensor([0, 1]), lambda r, k: r, Classification())
     found = neuron_concentration(ground, wide.initial()[0])
     spoken = wide.activations(wide.initial()[0], texts)["1"].abs().mean(1)
     assert float(found.by_class[0]) == pytest.approx(class_concentration(spoken))

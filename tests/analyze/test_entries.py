@@ -112,8 +112,8 @@ def test_the_ends_of_a_line_score_what_the_records_say(runs):
     error = series(found, "test error", "test error")
     for place, number in ((0, 2), (2, 4)):
         record = subject.records[number - 1]
-        assert loss.y[place] == pytest.approx(record.loss, rel=1e-5)
-        assert error.y[place] == pytest.approx(1 - record.accuracy)
+        assert loss.y[place] == pytest.approx(record.metric("loss"), rel=1e-5)
+        assert error.y[place] == pytest.approx(1 - record.metric("accuracy"))
 
 
 def test_two_runs_make_a_line_between_their_last_models(runs):
@@ -250,7 +250,7 @@ def test_weights_of_clients_beyond_the_cohort_are_not_taken_for_the_cohorts(runs
 def test_classes_agree_with_the_summary(runs):
     (subject,) = subjects(runs, "bare")
     found = find("classes")([subject])
-    recorded = subject.records[-1].accuracy_per_class
+    recorded = subject.records[-1].metrics["accuracy_per_class"]
     assert found.panels[0].series[0].values == pytest.approx(recorded)
     assert found.panels[0].categories == tuple(str(d) for d in range(10))
     ((_, head, _, tail),) = found.panels[2].rows
@@ -269,7 +269,7 @@ def test_weights_stay_on_three_clients_that_took_part(runs):
     assert np.sum(best, axis=0) == pytest.approx([1, 1])
     shot = subject.snapshots.get(4)
     share = shot.weights[[5, 1, 2]] / shot.weights[[5, 1, 2]].sum()
-    alone = build(BASE).test.score(shot.models[5]).loss  # all the weight on client 5
+    alone = build(BASE).test.score(shot.models[5])["loss"]  # all the weight on client 5
     assert found.panels[0].values[0][2] == pytest.approx(alone, rel=1e-5)
     mark = found.panels[0].marks[0]
     assert (mark.x, mark.y) == pytest.approx((float(share[0]), float(share[1])))
@@ -282,7 +282,10 @@ def test_weights_stay_on_three_clients_that_took_part(runs):
 def test_participation_is_compared_with_the_first_methods_runs(runs):
     chosen = subjects(runs, "fedavg", "fedlaw", "bare")
     few = [replace(r, replies=3, dropped=0) for r in chosen[2].records]
-    low = [replace(r, accuracy=0.0) if r.accuracy is not None else r for r in few]
+    low = [
+        replace(r, metrics=r.metrics | {"accuracy": 0.0}) if r.metric("accuracy") is not None else r
+        for r in few
+    ]
     chosen[2] = replace(chosen[2], records=tuple(low))
     equal = panel(find("curves")(chosen, Options(target=0.1)), "participation that ends as high")
     assert equal.rows[0][:2] == ("fedlaw(epochs=5)", 6.0)

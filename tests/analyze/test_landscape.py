@@ -3,13 +3,14 @@ import pytest
 import torch
 from torch import nn
 
-from fedbasin.analyze.ground import Ground, Scores, mix
 from fedbasin.analyze.hessian import hessian_product, slice_along, top_eigenvalues
 from fedbasin.analyze.landscape import line, plane, plane_axes
 from fedbasin.analyze.shrinking import histogram, pulls, rescale
 from fedbasin.analyze.simplex import weight_plane
+from fedbasin.core.evaluator import Evaluator, Measured, mix
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.task import Classification
 
 KEY = root(5)
 DRAWS = KEY.fold("tests").numpy()
@@ -29,7 +30,7 @@ class Bowl:
         points = weights.double() @ models.double()
         tick(len(points))
         loss = (points - self.centre).square().sum(1)
-        return Scores(loss, loss / 100)
+        return Measured(loss, loss / 100)
 
 
 def small_ground(dtype=torch.float64, rows=60, **settings):
@@ -37,7 +38,9 @@ def small_ground(dtype=torch.float64, rows=60, **settings):
         module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     net = Net(module, dtype=dtype)
     inputs, labels = normal(rows, 4), torch.from_numpy(DRAWS.integers(0, 3, rows))
-    return Ground(net, inputs, labels, lambda raw, key: raw.to(dtype), 3, **settings)
+    return Evaluator(
+        net, inputs, labels, lambda raw, key: raw.to(dtype), Classification(), **settings
+    )
 
 
 def numpy_scores(vector, inputs, labels):
@@ -60,7 +63,7 @@ def test_many_models_at_once_equal_numpy_one_by_one(models_at_once):
         assert found.loss[number].item() == pytest.approx(loss, rel=1e-9)
         assert found.error[number].item() == pytest.approx(error)
     assert sum(ticks) == 10
-    logits = ground.logits(weights @ models)
+    logits = ground.outputs(weights @ models)
     assert logits.shape == (10, 60, 3)
     wrong = (logits.argmax(2) != ground.labels).double().mean(1)
     torch.testing.assert_close(wrong, found.error)
@@ -74,7 +77,9 @@ def test_statistics_of_batchnorm_are_those_given():
     other = buffers + torch.linspace(0.1, 1, len(buffers))
     losses = []
     for statistics in (None, other):
-        ground = Ground(net, normal(20, 4), labels, lambda r, k: r, 3, statistics, 7, 2)
+        ground = Evaluator(
+            net, normal(20, 4), labels, lambda r, k: r, Classification(), (), statistics, 7, 2
+        )
         found = ground.measure(torch.ones(3, 1), vector[None])
         logits = net(vector, ground.inputs, statistics).logits
         wanted = nn.functional.cross_entropy(logits, labels)
@@ -166,7 +171,7 @@ def test_lanczos_finds_the_eigenvalues_of_the_exact_hessian():
     ground = small_ground(rows_at_once=25)
     model = normal(43)
     whole = slice(0, len(ground))
-    hessian = torch.autograd.functional.hessian(lambda v: ground.loss(v, whole) / 60, model)
+    hessian = torch.autograd.functional.hessian(lambda v: ground.summed_loss(v, whole) / 60, model)
     product = hessian_product(ground, model)
     direction = normal(43)
     torch.testing.assert_close(product(direction), hessian @ direction)
@@ -195,7 +200,7 @@ def test_rescaling_a_network_without_biases_changes_no_answer():
         module = nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(), nn.Linear(5, 3, bias=False))
     net = Net(module, dtype=torch.float64)
     labels = torch.from_numpy(DRAWS.integers(0, 3, 30))
-    ground = Ground(net, normal(30, 4), labels, lambda raw, key: raw, 3)
+    ground = Evaluator(net, normal(30, 4), labels, lambda raw, key: raw, Classification())
     found = rescale(ground, net.initial()[0], torch.linspace(0.5, 2, 7))
     assert len(set(found.error.tolist())) == 1 and len(set(found.loss.tolist())) == 7
     bowl = rescale(Bowl(torch.zeros(4)), torch.ones(4), torch.tensor([0.9, 1.1]))

@@ -6,7 +6,7 @@ from fedbasin.core.record import RoundRecord
 
 
 def records(accuracies):
-    return [RoundRecord(round=i + 1, accuracy=a) for i, a in enumerate(accuracies)]
+    return [RoundRecord(round=i + 1, metrics={"accuracy": a}) for i, a in enumerate(accuracies)]
 
 
 def test_smoothing_keeps_parabolas_and_calms_noise():

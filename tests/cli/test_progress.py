@@ -36,7 +36,7 @@ def watch(tmp_path):
         clock[0] += seconds
         for cell, count in zip(layout, rounds, strict=True):
             cell.path.mkdir(exist_ok=True)
-            lines = (RoundRecord(i + 1, accuracy=0.5).line() for i in range(count))
+            lines = (RoundRecord(i + 1, {"accuracy": 0.5}).line() for i in range(count))
             (cell.path / "rounds.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
     def watched(*looks):

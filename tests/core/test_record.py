@@ -14,19 +14,21 @@ from fedbasin.core.record import (
 
 
 def record(number, accuracy=0.5, **more):
-    return RoundRecord(round=number, accuracy=accuracy, **more)
+    return RoundRecord(round=number, metrics={"accuracy": accuracy}, **more)
 
 
 def test_lines_come_back_and_pandas_opens_them(tmp_path):
     folder = RunFolder(tmp_path)
     written = [
         record(1, notes={"gamma": 0.9, "shares": [0.5, 0.5]}),
-        record(2, None, loss=float("nan")),
+        RoundRecord(2, {"accuracy": None, "loss": float("nan")}),
     ]
     for line in written:
         folder.append(line)
     first, second = folder.read_rounds()
-    assert first == written[0] and second.loss is None and second.accuracy is None
+    assert (
+        first == written[0] and second.metric("loss") is None and second.metric("accuracy") is None
+    )
     table = pandas.read_json(folder.rounds, lines=True)
     assert table["round"].tolist() == [1, 2] and table["note_gamma"][0] == 0.9
     assert all(json.loads(line) for line in folder.rounds.read_text().splitlines())

@@ -80,7 +80,10 @@ def test_three_rounds_equal_the_simulators(expression, participation):
         assert flower.notes.keys() == sim.notes.keys()
         for name, note in sim.notes.items():
             assert flower.notes[name] == pytest.approx(note, rel=1e-6, abs=1e-9), name
-    assert strategy.journal.records[-1].accuracy_per_class == record.accuracy_per_class
+    assert (
+        strategy.journal.records[-1].metrics["accuracy_per_class"]
+        == record.metrics["accuracy_per_class"]
+    )
     for name in ("clients", "rounds", "batch", "examples", "momentum", "layout"):
         assert getattr(strategy._context, name) == getattr(federation.context, name), name
 

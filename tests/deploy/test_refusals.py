@@ -15,8 +15,10 @@ pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 from deploy.grids import LocalGrid, app_for, over_the_wire, strategy_for
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse
 from fedbasin.core.net import Net
+from fedbasin.core.task import Classification
 from fedbasin.deploy import FedbasinStrategy, Guard, client_app
 from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.evaluation import mean_metrics
@@ -24,7 +26,6 @@ from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.replies import guarded
 from fedbasin.deploy.wire import Refused, write_tree
 from fedbasin.local.train import Shard
-from fedbasin.sim import Examiner
 from fedbasin.testing import replies_of, toy_federation, trajectory
 
 CULPRIT = 2
@@ -516,8 +517,8 @@ def test_evaluation_on_clients_is_a_weighted_mean():
     total = 0.0
     for client in range(6):
         rows = federation.executor.population.shard(client)
-        test = Examiner(federation.test.net, *rows, federation.test.transform, 3)
-        total += test.score(model).loss * len(rows.labels)
+        test = Evaluator(federation.test.net, *rows, federation.test.transform, Classification())
+        total += test.score(model)["loss"] * len(rows.labels)
     assert strategy.journal.records[0].notes["clients_loss"] == pytest.approx(total / 41)
     assert set(strategy.journal.records[0].notes) == {"clients_loss", "clients_accuracy"}
 

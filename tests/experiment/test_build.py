@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
+from fedbasin.core.task import Classification
 from fedbasin.data import load
 from fedbasin.experiment import Experiment, build
 from fedbasin.experiment.build import _recalibration, compiling_pays, cut_rows
@@ -22,7 +24,7 @@ from fedbasin.experiment.config import (
     SimConfig,
 )
 from fedbasin.local import SGD
-from fedbasin.sim import Examiner, Population
+from fedbasin.sim import Population
 
 
 def population(clients: int, rows: int) -> Population:
@@ -124,12 +126,15 @@ def test_models_are_scored_on_the_clients_rows_where_that_is_asked_for():
     rows = found.executor.population
     for server, record in found.rounds_from(*found.begin()):
         if record.round % 2:
-            assert record.accuracy_train is None and record.accuracy is None
+            assert record.metric("accuracy_train") is None and record.metric("accuracy") is None
             continue
         inputs = found.test.transform(rows.inputs, None)
         guess = found.test.net(server.score, inputs, server.buffers).logits.argmax(1)
         right = (guess == rows.labels).double().mean().item()
-        assert record.accuracy_train == pytest.approx(right) and record.accuracy is not None
+        assert (
+            record.metric("accuracy_train") == pytest.approx(right)
+            and record.metric("accuracy") is not None
+        )
     assert build(replace(experiment, sim=SimConfig())).train is None
 
 
@@ -237,7 +242,9 @@ def test_renewed_statistics_weigh_every_row_of_the_server_alike():
     inputs = rng.integers(0, 256, (700, 4)).astype(np.uint8)
     net = Net(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), dtype=torch.float64)
     labels = torch.zeros(700, dtype=torch.int64)
-    proxy = Examiner(net, torch.from_numpy(inputs), labels, lambda raw, key: raw.double(), 3)
+    proxy = Evaluator(
+        net, torch.from_numpy(inputs), labels, lambda raw, key: raw.double(), Classification()
+    )
     renew = _recalibration(Experiment(sim=SimConfig(buffers="recalibrate")), net, proxy)
     mean, variance = renew(*net.initial()).reshape(2, 4).numpy()
     np.testing.assert_allclose(mean, inputs.mean(axis=0))

@@ -39,7 +39,9 @@ def test_a_run_writes_its_records_as_events(tmp_path):
     records = RunFolder(layout[0].path).read_rounds()
     found = scalars(layout[0].path / "tensorboard")
     assert [step for step, _ in found["accuracy"]] == [1, 2, 3]
-    assert [v for _, v in found["accuracy"]] == pytest.approx([r.accuracy for r in records])
+    assert [v for _, v in found["accuracy"]] == pytest.approx(
+        [r.metric("accuracy") for r in records]
+    )
     assert [v for _, v in found["bytes_up"]] == [r.bytes_up for r in records]
 
 

@@ -183,4 +183,4 @@ def test_a_wrapper_runs_on_digits(wrapper, base, tmp_path):
     assert summary["status"] == "finished" and summary["method"] == text(method)
     records = RunFolder(tmp_path / "run").read_rounds()
     assert [record.round for record in records] == [1, 2, 3]
-    assert all(0 <= record.accuracy <= 1 and record.update_norm > 0 for record in records)
+    assert all(0 <= record.metric("accuracy") <= 1 and record.update_norm > 0 for record in records)

@@ -34,7 +34,7 @@ def test_fedacg_equals_a_plain_numpy_loop(method, sgd):
         close(after.score, mean)  # w + m+ is the plain mean of the clients' models
         close(after.state.momentum, m)
         close(after.send, w + method.momentum * m)
-        assert record.accuracy_send is not None  # the look-ahead is not what is scored
+        assert record.metric("accuracy_send") is not None  # the look-ahead is not what is scored
 
 
 @pytest.mark.parametrize("source", ["wima(fedacg, window=2)", "ima(fedacg, start=0.5)"])

@@ -85,9 +85,7 @@ def test_scores_are_what_the_papers_average():
     records = [
         RoundRecord(
             n,
-            accuracy=n / 100,
-            accuracy_send=n / 200,
-            accuracy_train=n / 50,
+            {"accuracy": n / 100, "accuracy_send": n / 200, "accuracy_train": n / 50},
             notes={"gamma": float(n), "count": n, "kind": "odd"},
         )
         for n in range(1, 21)
@@ -95,12 +93,12 @@ def test_scores_are_what_the_papers_average():
     assert score_of(Score(last=10), records) == pytest.approx(15.5)
     assert score_of(Score("accuracy_send", last=2), records) == pytest.approx(9.75)
     assert score_of(Score("accuracy_train", last=2), records) == pytest.approx(39)
-    assert score_of(Score("accuracy_train"), [RoundRecord(1, accuracy=0.5)]) is None
+    assert score_of(Score("accuracy_train"), [RoundRecord(1, {"accuracy": 0.5})]) is None
     assert score_of(Score("rounds_to_target", last=1, target=12.1), records) == 13
     assert score_of(Score("rounds_to_target", last=4, target=12.5), records) == 14  # 11 to 14
     assert score_of(Score("rounds_to_target", last=10, target=5.5), records) == 10  # not before
     assert score_of(Score("rounds_to_target", last=1, target=21.0), records) is None
-    falling = [RoundRecord(1, accuracy=0.9), RoundRecord(2, accuracy=0.1)]
+    falling = [RoundRecord(1, {"accuracy": 0.9}), RoundRecord(2, {"accuracy": 0.1})]
     assert score_of(Score("rounds_to_target", last=2, target=40), falling) == 2
     assert score_of(Score("note", note="gamma", between=(3, 5)), records) == 4
     assert score_of(Score("note", note="gamma", between=(90, 110)), records) is None
@@ -111,7 +109,7 @@ def test_scores_are_what_the_papers_average():
 
 
 def test_rounds_that_were_not_scored_do_not_count():
-    records = [RoundRecord(1, accuracy=0.5), RoundRecord(2), RoundRecord(3, accuracy=0.7)]
+    records = [RoundRecord(1, {"accuracy": 0.5}), RoundRecord(2), RoundRecord(3, {"accuracy": 0.7})]
     assert score_of(Score(last=3), records) == pytest.approx(60)
     assert score_of(Score("accuracy_send", last=1), records) == pytest.approx(70)  # one model
 
@@ -358,7 +356,7 @@ def test_a_line_says_what_its_run_folder_says(tmp_path):
                                  "seconds": 12.34567})  # fmt: skip
     folder.branch.write_text('{"rounds": 20}')
     (tmp_path / "data.json").write_text('{"rows": 30000}')
-    folder.append(RoundRecord(1, accuracy=0.123456789))
+    folder.append(RoundRecord(1, {"accuracy": 0.123456789}))
     folder.append(RoundRecord(2))
     given = {
         "table": "x/table1", "row": "scaffold", "column": "a", "seed": 4, "score": 12.3457,
@@ -381,7 +379,7 @@ def test_the_score_of_a_row_stands_before_that_of_its_column(tmp_path):
     (task,), _ = tasks_of(table, table.rows[1:], table.columns[:1], [0])
     assert task.experiment.sim.evaluate_last == 7
     folder = RunFolder(tmp_path)
-    folder.append(RoundRecord(1, accuracy_send=0.5, notes={"gamma": 0.25}))
+    folder.append(RoundRecord(1, {"accuracy_send": 0.5}, notes={"gamma": 0.25}))
     folder.write_summary({"status": "finished"})
     written = result_of(task, tmp_path)
     assert (written.score, written.measure) == (0.25, "gamma, mean of rounds 1 to 5")

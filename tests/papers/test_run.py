@@ -86,12 +86,18 @@ def test_equal_cells_run_once_and_each_has_its_line(invoke, tmp_path):
     assert {"torch", "numpy", "python"} <= set(plain.versions) and plain.device.startswith("cpu")
     assert plain.data_share == 1 and not plain.reduced
     records = RunFolder(tmp_path / "runs/papers" / plain.config).read_rounds()[-2:]
-    assert plain.score == pytest.approx(50 * sum(r.accuracy_send for r in records), abs=1e-4)
-    assert averaged.score == pytest.approx(50 * sum(r.accuracy for r in records), abs=1e-4)
+    assert plain.score == pytest.approx(
+        50 * sum(r.metric("accuracy_send") for r in records), abs=1e-4
+    )
+    assert averaged.score == pytest.approx(
+        50 * sum(r.metric("accuracy") for r in records), abs=1e-4
+    )
     assert f"{plain.score:.2f} (1 seed)" in done.output
     every = RunFolder(tmp_path / "runs/papers" / plain.config).read_rounds()
     for result, name in ((plain, "accuracy_send"), (averaged, "accuracy")):
-        scored = {str(r.round): 100 * getattr(r, name) for r in every if r.accuracy is not None}
+        scored = {
+            str(r.round): 100 * r.metric(name) for r in every if r.metric("accuracy") is not None
+        }
         assert result.accuracies == pytest.approx(scored, abs=1e-4)
         late = [result.accuracies[str(r.round)] for r in every[-2:]]  # a line checks itself
         assert result.score == pytest.approx(sum(late) / 2, abs=1e-4)
@@ -132,7 +138,7 @@ def test_a_run_that_was_stopped_goes_on_as_it_was_begun(invoke, tmp_path, monkey
     whole = tmp_path / "whole"
     run(task.experiment, whole)
     resumed, straight = (
-        [r.accuracy for r in RunFolder(each).read_rounds()] for each in (path, whole)
+        [r.metric("accuracy") for r in RunFolder(each).read_rounds()] for each in (path, whole)
     )
     assert resumed == straight and len(resumed) == 4
 
@@ -195,7 +201,9 @@ def test_a_cell_is_a_config_file_that_runs_as_the_cell_does(invoke, tmp_path):
     (tmp_path / "cell.toml").write_text(printed.output)
     done = CliRunner().invoke(app, ["run", "cell.toml", "--out", "alone"], catch_exceptions=False)
     assert done.exit_code == 0
-    scores = [record.accuracy for record in RunFolder(tmp_path / "alone").read_rounds()[-2:]]
+    scores = [
+        record.metric("accuracy") for record in RunFolder(tmp_path / "alone").read_rounds()[-2:]
+    ]
     assert 100 * sum(scores) / 2 == pytest.approx(line.score, abs=1e-3)
     short = ("--seed", "3", "--rounds", "0.5")
     printed = invoke("config", "x/table1", "--row", "law", "--column", "digits", *short).output
@@ -240,7 +248,9 @@ def test_a_row_read_off_the_broadcast_model_is_its_method_without_wima(row, tmp_
         (task,), _ = tasks_of(table, table.rows[2:3], table.columns[:1], [0])
         run(task.experiment, tmp_path / str(len(scores)))
         records = RunFolder(tmp_path / str(len(scores))).read_rounds()
-        scores[method] = [r.accuracy if method == inner else r.accuracy_send for r in records]
+        scores[method] = [
+            r.metric("accuracy") if method == inner else r.metric("accuracy_send") for r in records
+        ]
     # In the first round the window holds one model, which is the broadcast one.
     plain, sent = (each[1:] for each in scores.values())
     assert plain == sent and len(plain) == 3
@@ -441,7 +451,7 @@ def test_a_run_is_done_while_a_line_of_it_is_missing_and_its_lines_come_from_its
 
     path.mkdir()
     folder = RunFolder(path)
-    folder.append(RoundRecord(1, accuracy=0.5, accuracy_send=0.25))
+    folder.append(RoundRecord(1, {"accuracy": 0.5, "accuracy_send": 0.25}))
     folder.write_summary({"status": "diverged"})
     first = result_of(tasks[0], path)
     append(written, first)

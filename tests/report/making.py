@@ -42,7 +42,10 @@ def make_run(
         accuracies = np.clip(np.linspace(0.2, 0.9, rounds) + rng.normal(0, 0.02, rounds), 0, 1)
     records = [
         RoundRecord(
-            round=n, accuracy=None if a is None else float(a), loss=2.0 / n, train_loss=3.0 / n,
+            round=n, train_loss=3.0 / n,
+            metrics={
+                "accuracy": None if a is None else float(a), "loss": 2.0 / n, "accuracy_send": None,
+            },
             bytes_down=1000, bytes_up=500 + n, seconds=0.25, notes=notes or {},
         )
         for n, a in enumerate(accuracies, start=1)
@@ -66,7 +69,8 @@ def make_run(
             "versions": {"fedbasin": "0.1.0", "torch": "2.13.0"}, "python": "3.11.7",
             "device": "cpu (x86_64)", "commit": "0123abc", "status": "finished", "reason": None,
             "rounds": len(records), "accuracy_mean_last10": mean_of_last(records),
-            "accuracy_last": records[-1].accuracy, "loss_last": records[-1].loss,
+            "accuracy_last": records[-1].metric("accuracy"),
+            "loss_last": records[-1].metric("loss"),
             "bytes_down": sum(r.bytes_down for r in records),
             "bytes_up": sum(r.bytes_up for r in records), "seconds": 3.0 + seed,
             "peak_memory_bytes": 123_000_000, "executor": "loop",

@@ -119,7 +119,7 @@ def test_pointing_at_the_chart_reads_the_means(page, folder):
     page.wait_for(f"{values}[0] !== ''")
     runs = read_runs(find_runs([folder]))
     for method, shown in zip(METHODS, page.evaluate(values), strict=True):
-        last = [run.records[-1].accuracy for run in runs if run.method == method]
+        last = [run.records[-1].metric("accuracy") for run in runs if run.method == method]
         assert float(shown) == pytest.approx(100 * sum(last) / 2, abs=0.01)
     assert "round 30" in page.evaluate("document.querySelector('#curve-chart').textContent")
     assert page.complaints == []

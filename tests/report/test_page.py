@@ -100,7 +100,7 @@ def test_the_curves_are_the_records(compared, page):
     for run in read_runs(find_runs([compared])):
         (drawn,) = [r for r in methods[run.label]["runs"] if r["seed"] == run.seed]
         assert drawn["round"] == [record.round for record in run.records]
-        accuracies = [100 * record.accuracy for record in run.records]
+        accuracies = [100 * record.metric("accuracy") for record in run.records]
         assert drawn["values"]["accuracy"] == pytest.approx(accuracies, rel=1e-5)
         assert drawn["values"]["note_gamma"] == [0.5] * 12
         assert drawn["seconds"][-1] == 3.0

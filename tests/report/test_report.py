@@ -18,7 +18,7 @@ from fedbasin.report.table import by_label, cells, differences, summarise
 
 def curve(method, seed, accuracies, status="finished"):
     records = tuple(
-        RoundRecord(round=n, accuracy=a, bytes_down=10 * seed, bytes_up=1)
+        RoundRecord(round=n, metrics={"accuracy": a}, bytes_down=10 * seed, bytes_up=1)
         for n, a in enumerate(accuracies, start=1)
     )
     return Run(method, seed, records, seconds=seed + 1.0, status=status, method=method)
@@ -35,15 +35,13 @@ CURVES = [
 
 def test_rows_are_means_over_seeds_of_the_last_rounds():
     fedavg, ima, never = summarise(CURVES, target=0.6)
-    assert fedavg.accuracy == pytest.approx(0.6) and fedavg.spread == pytest.approx(
-        0.1414, abs=1e-4
-    )
+    assert fedavg.score == pytest.approx(0.6) and fedavg.spread == pytest.approx(0.1414, abs=1e-4)
     assert (
         fedavg.rounds == 6 and fedavg.reached == 1 and fedavg.seconds == 1.5 and fedavg.seeds == 2
     )
     assert fedavg.bytes_moved == (15 * 1 + 15 * 11) / 2
-    assert ima.accuracy == pytest.approx((0.9 + 0.3) / 2) and ima.diverged == 1 and ima.rounds == 1
-    assert never.accuracy is None and never.rounds is None
+    assert ima.score == pytest.approx((0.9 + 0.3) / 2) and ima.diverged == 1 and ima.rounds == 1
+    assert never.score is None and never.rounds is None
 
 
 def test_rows_are_written_for_people():
@@ -137,13 +135,13 @@ def test_no_method_is_compared_with_a_baseline_that_is_not_there(tmp_path):
 
 def test_folders_are_read_and_an_unfinished_one_is_named(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.append(RoundRecord(round=1, accuracy=0.5))
+    folder.append(RoundRecord(round=1, metrics={"accuracy": 0.5}))
     with pytest.raises(RecordError, match="fedbasin resume"):
         read_runs([tmp_path])
     folder.write_summary({"method": "wima", "seed": 3, "seconds": 2.0})
     (found,) = read_runs([tmp_path])
     assert (found.label, found.seed, found.seconds) == ("wima", 3, 2.0)
-    assert found.records[0].accuracy == 0.5
+    assert found.records[0].metric("accuracy") == 0.5
     folder.write_summary({"method": "wima", "seed": "3", "seconds": 2.0})
     with pytest.raises(RecordError, match="seed"):
         read_runs([tmp_path])

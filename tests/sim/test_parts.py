@@ -3,11 +3,13 @@ import pytest
 import torch
 from torch import nn
 
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
+from fedbasin.core.task import Classification
 from fedbasin.methods import Scaffold
-from fedbasin.sim import Examiner, Population
+from fedbasin.sim import Population
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.participation import draw_cohort, drop_out
 
@@ -128,19 +130,28 @@ def test_scores_equal_a_plain_loop():
     rng = np.random.default_rng(0)
     inputs = torch.from_numpy(rng.integers(0, 256, (57, 3)).astype(np.uint8))
     labels = torch.from_numpy(rng.integers(0, 3, 57))  # class 3 has no row
-    examiner = Examiner(net, inputs, labels, lambda raw, key=None: raw.double() / 255, 4, chunk=10)
+    examiner = Evaluator(
+        net,
+        inputs,
+        labels,
+        lambda raw, key=None: raw.double() / 255,
+        Classification(),
+        rows_at_once=10,
+    )
     vector, _ = net.initial()
     weight, bias = vector[:12].reshape(4, 3).numpy(), vector[12:].numpy()
     logits = (inputs.numpy() / 255) @ weight.T + bias
     y = labels.numpy()
     shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    score = examiner.score(vector)
-    assert score.accuracy == pytest.approx((logits.argmax(1) == y).mean())
-    assert score.loss == pytest.approx(-np.log(shares[np.arange(57), y]).mean())
+    score = examiner.score(vector, last=True)
+    assert score["accuracy"] == pytest.approx((logits.argmax(1) == y).mean())
+    assert score["loss"] == pytest.approx(-np.log(shares[np.arange(57), y]).mean())
     for c in range(3):
-        assert score.per_class[c] == pytest.approx((logits.argmax(1) == y)[y == c].mean())
-    assert np.isnan(score.per_class[3])
-    assert examiner.loss(vector).item() == pytest.approx(score.loss)
+        assert score["accuracy_per_class"][c] == pytest.approx(
+            (logits.argmax(1) == y)[y == c].mean()
+        )
+    assert np.isnan(score["accuracy_per_class"][3])
+    assert examiner.loss(vector).item() == pytest.approx(score["loss"])
     rows = torch.tensor([3, 50])
     np.testing.assert_allclose(examiner.logits(vector, rows).numpy(), logits[[3, 50]])
     assert examiner.size == 57

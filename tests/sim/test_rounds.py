@@ -57,8 +57,11 @@ def test_records_say_what_happened():
     federation = replace(toy_federation(FedAvg(), rounds=9), evaluate_every=4, evaluate_last=2)
     found = records(federation)
     assert [r.round for r in found] == list(range(1, 10))
-    assert [r.round for r in found if r.accuracy is not None] == [4, 8, 9]
-    assert found[-1].accuracy_per_class is not None and found[-2].accuracy_per_class is None
+    assert [r.round for r in found if r.metric("accuracy") is not None] == [4, 8, 9]
+    assert (
+        found[-1].metrics["accuracy_per_class"] is not None
+        and found[-2].metrics["accuracy_per_class"] is None
+    )
     assert found[3].lr == pytest.approx(0.3 * 0.9**3) and found[0].replies == 3
     sent = [federation.begin()[0].send, *models(federation)]
     for before, after, record in zip(sent, sent[1:], found, strict=False):
@@ -96,8 +99,8 @@ def test_what_is_scored_and_what_is_sent_are_kept_apart():
     found = records(toy_federation(Apart()))
     plain = records(toy_federation(FedAvg()))
     assert found[-1].model_norm == 0
-    assert [r.accuracy_send for r in found] == [r.accuracy for r in plain]
-    assert all(r.accuracy_send is None for r in plain)
+    assert [r.metric("accuracy_send") for r in found] == [r.metric("accuracy") for r in plain]
+    assert all(r.metric("accuracy_send") is None for r in plain)
     assert found[0].notes == {"gamma": 0.5, "shares": [1.0, 1.0]}
 
 
@@ -108,7 +111,7 @@ def test_the_update_is_of_what_is_sent():
 
 def test_the_last_ten_rounds_are_scored_unless_told_otherwise():
     found = records(replace(toy_federation(FedAvg(), rounds=14), evaluate_every=100))
-    assert [r.round for r in found if r.accuracy is not None] == list(range(5, 15))
+    assert [r.round for r in found if r.metric("accuracy") is not None] == list(range(5, 15))
 
 
 def listening(heard):
@@ -247,7 +250,7 @@ def test_resuming_into_a_round_without_replies_still_knows_one_model_from_two(tm
     with pytest.raises(Crash):
         run(federation, folder, {}, checkpoint_every=1, on_round=crash)
     run(federation, folder, {}, checkpoint_every=1)
-    assert all(r.accuracy_send is None for r in folder.read_rounds())
+    assert all(r.metric("accuracy_send") is None for r in folder.read_rounds())
 
 
 def test_a_run_writes_its_folder(tmp_path):
@@ -260,13 +263,15 @@ def test_a_run_writes_its_folder(tmp_path):
     assert folder.read_summary() == summary
     found = folder.read_rounds()
     assert summary["accuracy_mean_last10"] == pytest.approx(
-        np.mean([r.accuracy for r in found[-10:]])
+        np.mean([r.metric("accuracy") for r in found[-10:]])
     )
-    assert summary["accuracy_last"] == found[-1].accuracy and summary["status"] == "finished"
+    assert (
+        summary["accuracy_last"] == found[-1].metric("accuracy") and summary["status"] == "finished"
+    )
     assert summary["peak_memory_bytes"] > 1e6
     for way in ("bytes_up", "bytes_down"):
         assert summary[way] == sum(getattr(r, way) for r in found)
-    assert summary["loss_last"] == found[-1].loss
+    assert summary["loss_last"] == found[-1].metric("loss")
     last = models(federation)[-1]
     shipped = read(folder.model)
     flat = torch.cat([shipped[n].reshape(-1) for n in federation.test.net.layout.names])

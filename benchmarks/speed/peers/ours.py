@@ -4,15 +4,17 @@ import numpy as np
 import torch
 
 import fedbasin.experiment  # noqa: F401  (fills the catalogue)
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
+from fedbasin.core.task import Classification
 from fedbasin.data.transform import Transform
 from fedbasin.experiment import Experiment, LocalConfig, SimConfig
 from fedbasin.experiment.build import pick_device, pick_executor, pick_precision
 from fedbasin.local import SGD, Trainer
-from fedbasin.sim import Examiner, Federation, Population
+from fedbasin.sim import Federation, Population
 from peers import command, networks, protocol
 from peers.work import CLASSES
 
@@ -57,7 +59,7 @@ class Ours:
             participation=parse(f"count(clients={shape.cohort})", "participation"),
             eligible=np.arange(shape.clients),
             key=key,
-            test=Examiner(net, *test, transform, CLASSES),
+            test=Evaluator(net, *test, transform, Classification()),
             rounds=1_000_000,
             evaluate_every=1_000_000,
         )
@@ -71,7 +73,7 @@ class Ours:
         networks.synchronise(self.device)
 
     def accuracy(self):
-        return self.federation.test.score(self.server.score, self.server.buffers).accuracy
+        return self.federation.test.score(self.server.score, self.server.buffers)["accuracy"]
 
 
 if __name__ == "__main__":

@@ -62,16 +62,20 @@ def _by_neuron(amounts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def neuron_concentration(evaluator: Evaluator, model: Tensor) -> Concentration:
-    """Measure every layer of a model [P]; classes count alike however many rows they have."""
+    """Measure every layer of a model [P]; classes count alike however many rows they have.
+
+    A class without rows does not count.
+    """
     sums: dict[str, Tensor] = {}
+    rows = torch.bincount(evaluator.labels)
     for cut in evaluator.cuts():
         inputs = evaluator.transform(evaluator.inputs[cut], None)
         for name, output in evaluator.net.activations(model, inputs, evaluator.buffers).items():
             amounts = _by_neuron(output.abs().double())
-            empty = amounts.new_zeros(evaluator.classes, amounts.shape[1])
+            empty = amounts.new_zeros(len(rows), amounts.shape[1])
             sums.setdefault(name, empty).index_add_(0, evaluator.labels[cut], amounts)
-    present = torch.bincount(evaluator.labels, minlength=evaluator.classes).clamp(min=1)[:, None]
-    activity = {name: total / present for name, total in sums.items()}
+    present = rows > 0
+    activity = {n: total[present] / rows[present][:, None] for n, total in sums.items()}
     return Concentration(
         tuple(activity),
         torch.tensor([class_concentration(one) for one in activity.values()]),

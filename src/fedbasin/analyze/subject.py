@@ -76,7 +76,7 @@ class Subject:
     records: tuple[RoundRecord, ...]
     snapshots: Snapshots
     load: Callable[[], Data] = field(repr=False)
-    headline: Headline = Headline()
+    headline: Headline = field(default_factory=Headline)
 
     @cached_property
     def data(self) -> Data:

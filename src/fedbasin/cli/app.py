@@ -24,6 +24,7 @@ from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
 from fedbasin.cli.progress import run_with_progress, wide_console
 from fedbasin.cli.report import Target, report
+from fedbasin.core.record import headline_of
 
 if TYPE_CHECKING:
     from fedbasin.experiment.config import Experiment
@@ -187,7 +188,7 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped or killed; it ends as if it never had been."""
     import fedbasin.experiment  # noqa: F401
-    from fedbasin.core.record import RecordError, headline_of
+    from fedbasin.core.record import RecordError
     from fedbasin.experiment.config import read_experiment
     from fedbasin.experiment.runs import Cell
 

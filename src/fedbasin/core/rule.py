@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from fedbasin.core.net import Net, Outputs
-from fedbasin.core.task import Task
+from fedbasin.core.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
     from fedbasin.core.method import Context
@@ -66,7 +66,7 @@ class View(NamedTuple):
     outputs: Outputs
     batch: Batch
     key: Tensor  # int64 [2], this step's randomness; fold it before drawing
-    task: Task
+    task: Task = CLASSIFICATION
 
 
 class Look(NamedTuple):
@@ -77,7 +77,7 @@ class Look(NamedTuple):
     buffers: Tensor  # [Q] and its statistics
     shared: Any  # what the method broadcasts to this rule
     batch: Batch
-    task: Task
+    task: Task = CLASSIFICATION
 
 
 class Setting(NamedTuple):

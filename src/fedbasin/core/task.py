@@ -144,6 +144,9 @@ class Classification(RowTask):
         return outputs.softmax(-1)
 
 
+CLASSIFICATION = Classification()  # what is assumed where no task is named
+
+
 @entry("task")
 @dataclass(frozen=True)
 class Binary(RowTask):

@@ -122,7 +122,7 @@ class _Shifted(Replaced):
     def loss(self, carry: Shift, value: Tensor, view: View) -> tuple[Tensor, Shift]:
         """Take the cross-entropy with the shift."""
         shifted = view.outputs.logits + carry.shift
-        return task_loss(view.task, shifted, view.batch), carry
+        return task_loss(shifted, view.batch, view.task), carry
 
 
 @entry(

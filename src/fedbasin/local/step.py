@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Batch, Gradient, Layer, LocalRule, Look, View
-from fedbasin.core.task import RowTask, Task, weighted_rows
+from fedbasin.core.task import CLASSIFICATION, RowTask, Task, weighted_rows
 
 Aux = tuple[Tensor, Tensor, tuple[Any, ...]]  # loss value, statistics, carries
 Loss = Callable[[Tensor], tuple[Tensor, Aux]]
@@ -85,7 +85,7 @@ def one_hot(labels: Tensor, like: Tensor) -> Tensor:
     return (labels[:, None] == torch.arange(like.shape[1], device=like.device)).to(like.dtype)
 
 
-def task_loss(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
+def task_loss(outputs: Tensor, batch: Batch, task: Task = CLASSIFICATION) -> Tensor:
     """Return the mean loss over the samples of a batch."""
     return task.batch_loss(outputs, batch.labels, batch.weight)
 
@@ -134,9 +134,9 @@ def step(
     key: Tensor,
     *,
     net: Net,
-    task: Task,
     rules: tuple[LocalRule, ...],
     sgd: SGD,
+    task: Task = CLASSIFICATION,
     differentiate: Differentiate = by_autograd,
 ) -> tuple[Point, Tensor]:
     """Take one step; return the new point and the loss at the old one.
@@ -147,9 +147,9 @@ def step(
         lr: learning rate, eta.
         key: int64 [2], the randomness of dropout and of the rules in this step.
         net: the network.
-        task: what its outputs mean.
         rules: what the client does beyond SGD.
         sgd: the optimiser.
+        task: what the network's outputs mean.
         differentiate: how the gradient is taken.
     """
     carries = list(point.carries)
@@ -158,7 +158,7 @@ def step(
 
     def loss(vector: Tensor) -> tuple[Tensor, Aux]:
         outputs = net(vector, batch.inputs, point.buffers, key=key, training=True)
-        value = task_loss(task, outputs.logits, batch)
+        value = task_loss(outputs.logits, batch, task)
         updated = list(carries)
         for i in first_to_last:
             view = View(net, vector, outputs, batch, key, task)
@@ -195,7 +195,14 @@ def step(
 
 
 def step_in_place(
-    point: Point, batch: Batch, lr: float, key: Tensor, *, net: Net, task: Task, sgd: SGD
+    point: Point,
+    batch: Batch,
+    lr: float,
+    key: Tensor,
+    *,
+    net: Net,
+    sgd: SGD,
+    task: Task = CLASSIFICATION,
 ) -> tuple[Point, Tensor]:
     """Take the step of `step` without rules and clipping, writing over the point's tensors.
 
@@ -205,7 +212,7 @@ def step_in_place(
     views = net.layout.views(point.vector)
     parts = {name: part.detach().requires_grad_() for name, part in views.items()}
     outputs = net.run(parts, batch.inputs, point.buffers, key=key, training=True)
-    value = task_loss(task, outputs.logits, batch)
+    value = task_loss(outputs.logits, batch, task)
     gradients = torch.autograd.grad(value, list(parts.values()), allow_unused=True)
     with torch.no_grad():
         if sgd.momentum:

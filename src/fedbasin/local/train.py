@@ -6,7 +6,7 @@ This is the reference that faster engines must equal, and what a real client run
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from fedbasin.core.needs import check_task
 from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in
 from fedbasin.core.rule import Batch, Finish, LocalRule, Look, Start, check_rules
-from fedbasin.core.task import Classification, Task
+from fedbasin.core.task import CLASSIFICATION, Task
 from fedbasin.core.tree import added
 from fedbasin.local.batches import AUGMENT, DROPOUT, batches, count_steps, steps_per_epoch
 from fedbasin.local.step import SGD, Point, step, step_in_place, summed_gradient
@@ -80,7 +80,7 @@ class Trainer:
     batch: int
     transform: Transform
     classes: int
-    task: Task = field(default_factory=Classification)
+    task: Task = CLASSIFICATION
 
     def __post_init__(self) -> None:
         check_rules(self.rules)

@@ -54,5 +54,5 @@ def _saved_bytes(trainer: Trainer, population: Population, vector: Tensor) -> in
         inputs, labels, torch.ones(trainer.batch, dtype=vector.dtype, device=vector.device)
     )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        task_loss(trainer.task, trainer.net(leaf, inputs).logits, batch)
+        task_loss(trainer.net(leaf, inputs).logits, batch, trainer.task)
     return sum(kept.values())
