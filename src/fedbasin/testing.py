@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedbasin.core.catalogue import card_of
+from fedbasin.core.catalogue import card_of, needs_of
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse, text
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Wrapper
@@ -30,7 +30,7 @@ from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.core.state import load, same, save
 from fedbasin.core.task import Classification
 from fedbasin.core.tree import flatten, mapped, tensors
-from fedbasin.local import SGD, Trainer
+from fedbasin.local import SGD, AdamW, Optimiser, Trainer
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Federation, LoopExecutor, Population
@@ -69,7 +69,9 @@ def toy_federation(
     seed: int = 0,
     rounds: int = 4,
     dtype: torch.dtype = torch.float64,
-    sgd: SGD | None = None,
+    optimiser: Optimiser | None = None,
+    clip: float | None = None,
+    keep_optimiser: bool = False,
     module: nn.Module | None = None,
     participation: str = "count(clients=3)",
 ) -> Federation:
@@ -80,7 +82,9 @@ def toy_federation(
         seed: of data, model, cohorts and batches.
         rounds: how many.
         dtype: floating type.
-        sgd: the clients' optimiser, plain by default.
+        optimiser: the clients', plain SGD by default.
+        clip: largest norm of a gradient, or None.
+        keep_optimiser: whether clients keep the optimiser's state between rounds.
         module: a network of 4 inputs and 3 outputs, a small one by default.
         participation: who takes part.
     """
@@ -103,7 +107,10 @@ def toy_federation(
         return Evaluator(net, *held, transform, Classification())
 
     population = Population.of(inputs, labels, clients)
-    trainer = Trainer(net, method.rules(), sgd or SGD(), 4, transform, 3)
+    optimiser = optimiser or SGD()
+    trainer = Trainer(
+        net, method.rules(), optimiser, 4, transform, 3, clip=clip, keep_optimiser=keep_optimiser
+    )
     return Federation(
         method=method,
         executor=LoopExecutor(trainer, population, key),
@@ -114,7 +121,7 @@ def toy_federation(
             key,
             batch=4,
             examples=sum(sizes) / 6,
-            momentum=sgd.momentum if sgd else 0.0,
+            effective_steps=optimiser.effective_steps,
             proxy=examiner(slice(41, 56)),
             class_counts=population.class_counts(3),
             net=net,
@@ -300,13 +307,18 @@ def law_bad_replies_are_refused(method: Method) -> None:
 
 def law_cohort_equals_loop(method: Method) -> None:
     """Training the cohort as one matrix gives what training client by client gives."""
-    loop = toy_federation(method, sgd=SGD(0.5, 0.01, 2.0))
-    one = loop.executor
-    assert isinstance(one, LoopExecutor)
-    whole = CohortExecutor(one.trainer, one.population, one.key, compiled=False)
-    for a, b in zip(_servers(loop), _servers(replace(loop, executor=whole)), strict=True):
-        _close(a.send, b.send, f"round {a.round}: the cohort executor sends another model")
-        _close(a.score, b.score, f"round {a.round}: the cohort executor scores another model")
+    settings: list[dict[str, Any]] = [{"optimiser": SGD(0.5, 0.01), "clip": 2.0}]
+    if "plain_sgd" not in needs_of(method):
+        settings.append({"optimiser": AdamW(), "keep_optimiser": True})
+    for given in settings:
+        loop = toy_federation(method, **given)
+        one = loop.executor
+        assert isinstance(one, LoopExecutor)
+        whole = CohortExecutor(one.trainer, one.population, one.key, compiled=False)
+        for a, b in zip(_servers(loop), _servers(replace(loop, executor=whole)), strict=True):
+            under = f"{given['optimiser']}, round {a.round}"
+            _close(a.send, b.send, f"{under}: the cohort executor sends another model")
+            _close(a.score, b.score, f"{under}: the cohort executor scores another model")
 
 
 def law_stream_equals_matrix(method: Method) -> None:

@@ -168,9 +168,11 @@ def test_the_settings_of_a_run_reach_their_places():
     assert (found.evaluate_every, found.evaluate_last) == (3, 2)
     assert found.client_memory == 1.5 * 2**30
     context, executor = found.context, found.executor
-    assert (context.clients, context.rounds, context.batch, context.momentum) == (9, 7, 8, 0.5)
+    assert (context.clients, context.rounds, context.batch) == (9, 7, 8)
+    assert context.effective_steps(3, 0.1) == SGD(0.5).effective_steps(3, 0.1)
     assert context.examples == pytest.approx(executor.population.sizes.mean())
-    assert executor.trainer.sgd == SGD(0.5, 0.01, 2.0) and executor.trainer.batch == 8
+    trainer = executor.trainer
+    assert trainer.optimiser == SGD(0.5, 0.01) and (trainer.clip, trainer.batch) == (2.0, 8)
     assert (executor.compiled, executor.chunk, executor.memory) == (False, 2, 2**29)
 
 

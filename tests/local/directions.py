@@ -7,7 +7,8 @@ from torch import nn
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
 from fedbasin.core.rule import Batch, Start
-from fedbasin.local.step import SGD, Point, step
+from fedbasin.local import SGD
+from fedbasin.local.step import Point, step
 
 KEY = root(5).tensor()
 
@@ -63,8 +64,8 @@ def start_with(vector, counts=(2, 1, 3), shared=(), own=(), survey=(), round=1.0
 
 def direction_of(rule, net, batch, start, at, lr=1.0):
     """The displacement of one step of size 1 from `at`, and the carry after it."""
-    point = Point(at, at.new_zeros(0), at.new_zeros(0), (rule.begin(start, net),))
-    after, _ = step(point, batch, lr, KEY, net=net, rules=(rule,), sgd=SGD())
+    point = Point(at, (), at.new_zeros(0), (rule.begin(start, net),))
+    after, _ = step(point, batch, lr, KEY, net=net, rules=(rule,), optimiser=SGD())
     return at - after.vector, after.carries[0]
 
 

@@ -115,7 +115,7 @@ def test_without_momentum_and_decay_it_is_fedavg():
 
 def test_only_the_first_round_is_that_of_momentum_that_starts_at_zero():
     ours = trajectory(FedAvg(local=KeptMomentum(0.8, 0.05)), rounds=2, participation=ALL)
-    fresh = trajectory(FedAvg(), sgd=SGD(0.8, 0.05), rounds=2, participation=ALL)
+    fresh = trajectory(FedAvg(), optimiser=SGD(0.8, 0.05), rounds=2, participation=ALL)
     torch.testing.assert_close(ours[0].send, fresh[0].send, rtol=1e-12, atol=1e-14)
     assert (ours[1].send - fresh[1].send).abs().max() > 0.01
 

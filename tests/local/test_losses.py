@@ -181,13 +181,12 @@ def test_fedcm_with_each_rule_obeys_the_laws_and_is_fedavg_with_it_at_alpha_one(
 
 def test_what_a_rule_needs_is_asked_of_the_run():
     pair = parse("fedcm(local=(balanced_rows, logit_adjusted))", "method")
-    assert needs_of(pair) == {"class_counts", "class_labels", "classes"}
-    assert needs_of(parse("fedcm(local=logit_adjusted)", "method")) == {"class_counts", "classes"}
-    assert needs_of(parse("wima(fedavg(local=logit_adjusted))", "method")) == {
-        "class_counts",
-        "classes",
-    }
-    assert needs_of(parse("fedcm(local=balanced_softmax)", "method")) == {"classes"}
+    assert needs_of(pair) == {"class_counts", "class_labels", "classes", "plain_sgd"}
+    one = parse("fedcm(local=logit_adjusted)", "method")
+    assert needs_of(one) == {"class_counts", "classes", "plain_sgd"}
+    averaged = parse("wima(fedavg(local=logit_adjusted))", "method")
+    assert needs_of(averaged) == {"class_counts", "classes"}
+    assert needs_of(parse("fedcm(local=balanced_softmax)", "method")) == {"classes", "plain_sgd"}
     context = replace(toy_federation(FedAvg()).context, class_counts=None)
     with pytest.raises(ValueError, match="logit_adjusted needs the clients' class counts"):
         FedAvg(local=LogitAdjusted()).broadcast((), torch.zeros(3), context)

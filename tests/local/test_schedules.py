@@ -2,7 +2,9 @@ import math
 
 import pytest
 
-import fedbasin.local  # noqa: F401
+import fedbasin.local
+import fedbasin.methods
+import fedbasin.partition  # noqa: F401
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 
@@ -41,6 +43,7 @@ def test_cyclic_falls_to_its_ratio_at_the_end_of_every_cycle():
         ("cosine", "floor=0.0"),
         ("cyclic", "period=20, ratio=0.01"),
         ("epoch_decay", "every=20, least=1"),
+        ("warmup", "rounds=10, then=constant"),
     ],
 )
 def test_what_is_left_out_is_as_documented(name, default):
@@ -73,3 +76,50 @@ def test_epoch_decay_drops_epochs_not_the_learning_rate():
 def test_bad_values_are_named(source):
     with pytest.raises(ValueError, match="must be"):
         parse(source, "schedule")(BASE, 0, 10)
+
+
+def test_warmup_rises_to_the_rate_and_then_follows_the_other_schedule_from_its_start():
+    assert lrs("warmup(rounds=4)")[:6] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+    found = lrs("warmup(rounds=10, then=cosine(floor=0.2))")
+    assert found[:10] == pytest.approx([0.01 * (t + 1) for t in range(10)])
+    assert found[10:] == lrs("cosine(floor=0.2)", rounds=30)
+    assert found[10] == pytest.approx(0.1) and found[-1] == pytest.approx(0.02)
+    halved = lrs("warmup(rounds=2, then=stepwise(every=3, factor=0.5))")[:9]
+    assert halved == pytest.approx([0.05, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.025])
+    assert lrs("warmup(rounds=1, then=cosine)")[1:] == lrs("cosine", rounds=39)
+    assert lrs("warmup(rounds=50)") == pytest.approx([0.002 * (t + 1) for t in range(40)])
+
+
+def test_warmup_begins_at_the_other_schedules_plan():
+    """Its first rate, and its epochs: nothing jumps where the warm-up ends."""
+    cyclic = lrs("cyclic(period=4)")[0]
+    rising = lrs("warmup(rounds=3, then=cyclic(period=4))")
+    assert rising[:3] == pytest.approx([cyclic / 3, 2 * cyclic / 3, cyclic])
+    assert rising[3] == pytest.approx(cyclic)
+    choice = parse("warmup(rounds=10, then=epoch_decay(every=5))", "schedule")
+    assert [choice(BASE, t, 60).epochs for t in (0, 9, 14, 15, 60)] == [5, 5, 5, 4, 1]
+    with pytest.raises(ValueError, match="epochs"):
+        choice(Plan(0.1, None, 5), 0, 10)
+
+
+def test_schedules_nest_and_read_back():
+    source = "warmup(rounds=3, then=warmup(rounds=2, then=exponential(decay=0.9)))"
+    choice = parse(source, "schedule")
+    assert str(choice) == source and parse(str(choice), "schedule") == choice
+    assert lrs(source)[2:7] == pytest.approx([0.05, 0.05, 0.1, 0.1, 0.09])
+    assert str(parse("warmup(10, constant)", "schedule")) == "warmup"
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("warmup(rounds=0)", "rounds must be at least 1"),
+        ("warmup(then=iid)", "then must be a schedule, got iid"),
+        ("warmup(then=3)", "it must be a name or a call, such as cosine"),
+        ("warmup(then=fedavg)", "it must be a name or a call, such as cosine"),
+        ("warmup(then=cosinus)", "did you mean cosine"),
+    ],
+)
+def test_a_warmup_that_cannot_be_says_why(source, word):
+    with pytest.raises(ValueError, match=word):
+        lrs(source)

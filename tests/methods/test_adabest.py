@@ -33,7 +33,7 @@ def numpy_adabest(world, rounds, method, sgd=None):
     "method", [AdaBest(), AdaBest(0.5, 0.5, "server", "samples"), AdaBest(0.3, 0.0)]
 )
 def test_adabest_equals_a_plain_numpy_loop(method, sgd):
-    federation = linear_federation(method, rounds=8, sgd=sgd)
+    federation = linear_federation(method, rounds=8, optimiser=sgd)
     oracle = numpy_adabest(NumpyClients(federation), 8, method, sgd)
     ages = set()
     for (after, _, states), (model, mean, h, last) in zip(

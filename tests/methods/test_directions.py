@@ -12,7 +12,8 @@ import torch
 from methods.numpy_clients import NumpyClients, linear_federation, unit
 
 from fedbasin.core.expressions import parse
-from fedbasin.local.step import SGD, Point, step
+from fedbasin.local import SGD
+from fedbasin.local.step import Point, step
 from fedbasin.local.train import Received
 from fedbasin.sim.loop import Sent
 
@@ -59,9 +60,9 @@ def one_direction(source, at_start=False):
     x = server.send.numpy()
     v = x + (0 if at_start else 0.3) * np.random.default_rng(0).normal(size=15)
     index = torch.tensor([0, 2, 5])
-    point = Point(torch.from_numpy(v), torch.zeros(0), server.buffers, carries)
+    point = Point(torch.from_numpy(v), (), server.buffers, carries)
     batch = trainer._batch(shard, index, None)
-    moved, _ = step(point, batch, 1.0, key, net=trainer.net, rules=trainer.rules, sgd=SGD())
+    moved, _ = step(point, batch, 1.0, key, net=trainer.net, rules=trainer.rules, optimiser=SGD())
     inputs, labels = (part[index.numpy()] for part in world.rows(CLIENT))
     full = np.mean([world.gradient(x, *world.rows(int(i))) for i in cohort], axis=0)
     seen = Seen(lambda u: world.loss(u, inputs, labels), x, v, server.state, own, full)

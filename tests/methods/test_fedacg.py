@@ -27,7 +27,7 @@ def numpy_fedacg(world, rounds, method, sgd=None):
 @pytest.mark.parametrize("sgd", [SGD(), SGD(0.5, 0.01)])
 @pytest.mark.parametrize("method", [FedACG(), FedACG(0.5, 0.8, "samples")])
 def test_fedacg_equals_a_plain_numpy_loop(method, sgd):
-    federation = linear_federation(method, rounds=6, sgd=sgd)
+    federation = linear_federation(method, rounds=6, optimiser=sgd)
     oracle = numpy_fedacg(NumpyClients(federation), 6, method, sgd)
     for (after, record, _), (w, m, mean) in zip(rounds_of(federation), oracle, strict=True):
         close(after.score, w)

@@ -50,7 +50,7 @@ def test_a_mean_is_in_the_hull_and_weights_count():
 
 
 def test_local_momentum_does_not_survive_a_round():
-    federation = linear_federation(FedAvg(), sgd=SGD(momentum=0.9))
+    federation = linear_federation(FedAvg(), optimiser=SGD(momentum=0.9))
     world = NumpyClients(federation)
     server = world.start
     for t, ours in enumerate(models(federation)):

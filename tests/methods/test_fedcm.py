@@ -65,7 +65,7 @@ def rounds_of(federation):
     ],
 )
 def test_fedcm_equals_a_plain_numpy_loop(method, sgd):
-    federation = linear_federation(method, rounds=6, sgd=sgd)
+    federation = linear_federation(method, rounds=6, optimiser=sgd)
     oracle = numpy_fedcm(NumpyClients(federation), 6, method, sgd)
     for (after, record), (model, m, _, _) in zip(rounds_of(federation), oracle, strict=True):
         np.testing.assert_allclose(after.send.numpy(), model, rtol=1e-9, atol=1e-12)
@@ -130,7 +130,7 @@ def test_counted_by_rows_says_what_it_needs():
 def full_batch(method, plan, rounds, sgd=None):
     """All clients, all rows in every step."""
     federation = linear_federation(
-        method, rounds=rounds, participation="count(clients=6)", sgd=sgd or SGD()
+        method, rounds=rounds, participation="count(clients=6)", optimiser=sgd or SGD()
     )
     executor = federation.executor
     trainer = replace(executor.trainer, batch=64)

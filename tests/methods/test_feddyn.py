@@ -44,7 +44,7 @@ def numpy_feddyn(world, rounds, method, sgd=None):
 @pytest.mark.parametrize("sgd", [SGD(), SGD(0.5, 0.01)])
 @pytest.mark.parametrize("method", [FedDyn(), FedDyn(0.7, "server", weighting="samples")])
 def test_feddyn_equals_a_plain_numpy_loop(method, sgd):
-    federation = linear_federation(method, rounds=6, sgd=sgd)
+    federation = linear_federation(method, rounds=6, optimiser=sgd)
     oracle = numpy_feddyn(NumpyClients(federation), 6, method, sgd)
     for (after, record, states), (model, mean, h, q) in zip(
         rounds_of(federation), oracle, strict=True

@@ -15,7 +15,8 @@ from local.directions import (
 from fedbasin.core.descent import Adam
 from fedbasin.core.heads import Head
 from fedbasin.core.rng import fold_in, root
-from fedbasin.local.step import SGD, Point, step
+from fedbasin.local import SGD
+from fedbasin.local.step import Point, step
 from fedbasin.methods import FedAvg, FedGEN, fedgen
 from fedbasin.methods.fedgen import Generator, SharedGenerator, generator_loss, labels_at, noise_at
 from fedbasin.testing import _one_round, toy_federation, trajectory
@@ -170,8 +171,8 @@ def test_generated_features_count_for_so_many_epochs():
     plain, _ = direction_of(rule, net, small_batch(), client_case(strengths=(0.0, 0.0))[2], at)
     carry, seen = rule.begin(start, net), []
     for _ in range(3):
-        point = Point(at, at.new_zeros(0), at.new_zeros(0), (carry,))
-        after, _ = step(point, small_batch(), 1.0, KEY, net=net, rules=(rule,), sgd=SGD())
+        point = Point(at, (), at.new_zeros(0), (carry,))
+        after, _ = step(point, small_batch(), 1.0, KEY, net=net, rules=(rule,), optimiser=SGD())
         carry = after.carries[0]
         seen.append(torch.allclose(at - after.vector, plain))
     assert seen == [False, False, True]

@@ -38,7 +38,7 @@ def numpy_fedlesam(world, rounds, method, sgd=None):
 @pytest.mark.parametrize("sgd", [SGD(), SGD(0.5, 0.01)])
 @pytest.mark.parametrize("method", [FedLESAM(), FedLESAM(0.8, "samples")])
 def test_fedlesam_equals_a_plain_numpy_loop(method, sgd):
-    federation = linear_federation(method, rounds=8, sgd=sgd)
+    federation = linear_federation(method, rounds=8, optimiser=sgd)
     oracle = numpy_fedlesam(NumpyClients(federation), 8, method, sgd)
     seen = set()
     for (after, _, states), (model, last, lengths) in zip(

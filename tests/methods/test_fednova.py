@@ -29,7 +29,7 @@ def work(steps, momentum, pull):
 @pytest.mark.parametrize("mu", [0.0, 0.5])
 def test_fednova_equals_a_plain_numpy_loop(momentum, mu, effective, weighting):
     method = FedNova(effective, weighting, local=Prox(mu) if mu else ())
-    federation = linear_federation(method, rounds=4, sgd=SGD(momentum))
+    federation = linear_federation(method, rounds=4, optimiser=SGD(momentum))
     world = NumpyClients(federation)
     server, apart = world.start, 0.0
     for t, ours in enumerate(models(federation)):
@@ -51,17 +51,19 @@ def test_the_recursions_equal_the_closed_form():
             for _ in range(steps):
                 speed = rho * speed + 1
                 total += speed
-            assert SGD(rho).length(steps) == pytest.approx(total)
-            assert SGD(rho).length(steps, 1e-12) == pytest.approx(total)
+            assert SGD(rho).effective_steps(steps) == pytest.approx(total)
+            assert SGD(rho).effective_steps(steps, 1e-12) == pytest.approx(total)
     for steps in (1, 5, 30):  # a <- (1 - eta mu) a + 1
-        assert SGD().length(steps, 0.2) == pytest.approx((1 - 0.8**steps) / 0.2)
-    assert SGD(0.9).length(9, 0.05) == pytest.approx(work(9, 0.9, 0.05))
+        assert SGD().effective_steps(steps, 0.2) == pytest.approx((1 - 0.8**steps) / 0.2)
+    assert SGD(0.9).effective_steps(9, 0.05) == pytest.approx(work(9, 0.9, 0.05))
 
 
 @pytest.mark.parametrize("sgd", [SGD(), SGD(0.9)])
 def test_equal_steps_are_fedavg(sgd):
     def run(method):
-        federation = replace(toy_federation(method, sgd=sgd), schedule=lambda t: Plan(0.2, None, 3))
+        federation = replace(
+            toy_federation(method, optimiser=sgd), schedule=lambda t: Plan(0.2, None, 3)
+        )
         return models(federation)
 
     for local in ((), Prox(0.5)):
@@ -130,5 +132,5 @@ def test_work_of_a_client_without_rows_is_not_compared():
 
 
 def test_fednova_differs_from_fedavg_under_momentum_too():
-    ours, plain = (trajectory(m, sgd=SGD(0.9))[-1].send for m in (FedNova(), FedAvg()))
+    ours, plain = (trajectory(m, optimiser=SGD(0.9))[-1].send for m in (FedNova(), FedAvg()))
     assert not torch.allclose(ours, plain, rtol=1e-3)

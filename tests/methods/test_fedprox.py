@@ -13,7 +13,7 @@ from fedbasin.methods import FedAvg, FedProx
 @pytest.mark.parametrize("seed", [0, 1])
 def test_fedprox_equals_a_plain_numpy_loop(seed):
     federation = linear_federation(
-        FedProx(mu=0.8), seed=seed, sgd=SGD(momentum=0.5, weight_decay=0.01)
+        FedProx(mu=0.8), seed=seed, optimiser=SGD(momentum=0.5, weight_decay=0.01)
     )
     world = NumpyClients(federation)
     server = world.start

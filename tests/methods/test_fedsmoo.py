@@ -49,7 +49,7 @@ def numpy_fedsmoo(world, rounds, method, sgd=None):
     "method", [FedSMOO(), FedSMOO(0.4, 2.0, "release", "samples"), FedSMOO(0.4, 2.0)]
 )
 def test_fedsmoo_equals_a_plain_numpy_loop(method, sgd):
-    federation = linear_federation(method, rounds=5, sgd=sgd)
+    federation = linear_federation(method, rounds=5, optimiser=sgd)
     oracle = numpy_fedsmoo(NumpyClients(federation), 5, method, sgd)
     for (after, _, states), (model, s, q, mu) in zip(rounds_of(federation), oracle, strict=True):
         close(after.send, model)

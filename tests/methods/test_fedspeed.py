@@ -46,7 +46,7 @@ def numpy_fedspeed(world, rounds, method, sgd=None):
 def test_fedspeed_equals_a_plain_numpy_loop(settings, server, sgd):
     weighting = "uniform" if sgd.momentum else "samples"
     method = FedSpeed(*settings, server, weighting)
-    federation = linear_federation(method, rounds=5, sgd=sgd)
+    federation = linear_federation(method, rounds=5, optimiser=sgd)
     oracle = numpy_fedspeed(NumpyClients(federation), 5, method, sgd)
     for (after, _, states), (model, q) in zip(rounds_of(federation), oracle, strict=True):
         close(after.send, model)

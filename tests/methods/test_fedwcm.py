@@ -125,7 +125,7 @@ def test_fedwcm_equals_a_plain_numpy_loop_and_its_momentum_is_a_moving_average(m
 @pytest.mark.parametrize("unequal", [False, True])
 def test_the_rate_of_fedwcm_x_is_that_of_weight_decay_too(unequal):
     method = FedWCM(unequal=unequal)
-    federation = linear_federation(method, rounds=4, sgd=SGD(weight_decay=0.05))
+    federation = linear_federation(method, rounds=4, optimiser=SGD(weight_decay=0.05))
     counts = federation.context.class_counts.numpy()
     oracle = numpy_fedwcm(NumpyClients(federation), counts, 4, method, decay=0.05)
     for ours, (model, *_) in zip(models(federation), oracle, strict=True):
@@ -365,7 +365,7 @@ def test_other_settings_obey_the_laws(method):
 
 
 def test_it_runs_beside_local_momentum_and_weight_decay():
-    states = trajectory(FedWCM(), rounds=30, sgd=SGD(0.9, 1e-3))
+    states = trajectory(FedWCM(), rounds=30, optimiser=SGD(0.9, 1e-3))
     assert states[-1].state.momentum.norm() < 5
 
 

@@ -54,7 +54,7 @@ def numpy_mime(world, rounds, method, lite, sgd=None, damped=True):
 @pytest.mark.parametrize("settings", [(), (0.0,), (0.6, 0.5, "samples")])
 def test_mime_equals_a_plain_numpy_loop(make, settings, sgd):
     method = make(*settings)
-    federation = linear_federation(method, rounds=5, sgd=sgd)
+    federation = linear_federation(method, rounds=5, optimiser=sgd)
     oracle = numpy_mime(NumpyClients(federation), 5, method, make is MimeLite, sgd)
     for (after, _, _), (w, m) in zip(rounds_of(federation), oracle, strict=True):
         close(after.send, w)

@@ -63,7 +63,7 @@ def test_fedsam_and_fedasam_equal_a_plain_numpy_loop(weighting, sgd):
         (FedASAM(0.2, 0.05, weighting), adaptive),
     ]
     for method, climb in pairs:
-        federation = linear_federation(method, sgd=sgd)
+        federation = linear_federation(method, optimiser=sgd)
         oracle = numpy_sam(NumpyClients(federation), 4, climb, weighting, sgd)
         for ours, theirs in zip(models(federation), oracle, strict=True):
             close(ours, theirs)
@@ -86,8 +86,8 @@ def test_fedsam_and_fedasam_equal_a_plain_numpy_loop(weighting, sgd):
 )  # fmt: skip
 def test_reductions(one, other):
     a, b = parse(one, "method"), parse(other, "method")
-    for sgd in (SGD(), SGD(0.5, 0.01, 0.3)):
-        same_models(linear_federation(a, sgd=sgd), linear_federation(b, sgd=sgd), 1e-11)
+    for given in ({}, {"optimiser": SGD(0.5, 0.01), "clip": 0.3}):
+        same_models(linear_federation(a, **given), linear_federation(b, **given), 1e-11)
 
 
 @dataclass(frozen=True)

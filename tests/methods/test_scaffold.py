@@ -40,7 +40,7 @@ def numpy_scaffold(world, rounds, option, weighting, server_lr, sgd):
 @pytest.mark.parametrize(("weighting", "server_lr"), [("uniform", 1.0), ("samples", 0.5)])
 @pytest.mark.parametrize("sgd", [SGD(), SGD(0.5, 0.01)])
 def test_scaffold_equals_a_plain_numpy_loop(option, weighting, server_lr, sgd):
-    federation = linear_federation(Scaffold(server_lr, option, weighting), rounds=5, sgd=sgd)
+    federation = linear_federation(Scaffold(server_lr, option, weighting), rounds=5, optimiser=sgd)
     oracle = numpy_scaffold(NumpyClients(federation), 5, option, weighting, server_lr, sgd)
     server, states = federation.begin()
     rounds = federation.rounds_from(server, states)
@@ -92,7 +92,7 @@ def gradient_at_the_end(method, rounds):
     """Norm of the gradient of the mean objective, made strongly convex by weight decay."""
     decay = 0.05
     federation = linear_federation(
-        method, rounds=rounds, participation="count(clients=6)", sgd=SGD(weight_decay=decay)
+        method, rounds=rounds, participation="count(clients=6)", optimiser=SGD(weight_decay=decay)
     )
     executor = federation.executor
     federation = replace(

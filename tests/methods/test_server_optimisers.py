@@ -74,7 +74,7 @@ CASES = [
 
 @pytest.mark.parametrize(("method", "rule"), CASES, ids=lambda case: str(case)[:40])
 def test_server_optimisers_equal_a_plain_numpy_loop(method, rule):
-    federation = linear_federation(method, rounds=5, sgd=SGD(momentum=0.5))
+    federation = linear_federation(method, rounds=5, optimiser=SGD(momentum=0.5))
     world, step = NumpyClients(federation), NumpyServer(*rule)
     server = world.start
     for t, ours in enumerate(models(federation)):

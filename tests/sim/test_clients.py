@@ -53,8 +53,14 @@ def filled(seed, size=5):
     )
 
 
+def kept_by(rules, vector):
+    return tuple(rule.own(vector) for rule in rules)
+
+
 def on_disk(folder):
-    return ClientStates((Hoarder(),), torch.zeros(5), clients=9, limit=0, archive=Archive(folder))
+    vector = torch.zeros(5)
+    zero = kept_by((Hoarder(),), vector)
+    return ClientStates(zero, vector, clients=9, limit=0, archive=Archive(folder))
 
 
 def test_states_come_back_from_disk_bit_for_bit(tmp_path):
@@ -63,7 +69,7 @@ def test_states_come_back_from_disk_bit_for_bit(tmp_path):
     states.put([4, 1], [filled(4), filled(1)], 0)
     states.put([4], [filled(40)], 1)
     assert same(states.get(4), filled(40)) and same(states.get(1), filled(1))
-    assert same(states.get(2), ClientStates((Hoarder(),), torch.zeros(5)).get(2))
+    assert same(states.get(2), kept_by((Hoarder(),), torch.zeros(5)))
     got = states.get(1)
     got[0].vector.zero_()  # what a client does to its copy changes no file
     assert same(states.get(1), filled(1))
@@ -74,7 +80,8 @@ def test_states_go_to_disk_only_where_they_do_not_fit(tmp_path):
 
     def where(limit, archive=True, rules=rules):
         files = Archive(tmp_path / "x") if archive else None
-        return ClientStates(rules, vector, clients=5, limit=limit, archive=files).where
+        zero = kept_by(rules, vector)
+        return ClientStates(zero, vector, clients=5, limit=limit, archive=files).where
 
     assert [where(199), where(200), where(0, archive=False)] == ["disk", "memory", "memory"]
     assert where(0, rules=()) == "none"
@@ -93,7 +100,7 @@ def test_a_gpu_keeps_states_only_while_they_are_a_small_part_of_its_memory(monke
 
 
 def test_a_state_in_memory_holds_on_to_no_cohort():
-    states = ClientStates(Scaffold().rules(), torch.zeros(3))
+    states = ClientStates(kept_by(Scaffold().rules(), torch.zeros(3)), torch.zeros(3))
     cohort = torch.ones(100, 3)
     states.put([0], [(type(states.get(0)[0])(cohort[7]),)], 0)
     cohort.zero_()
@@ -187,7 +194,7 @@ def test_main_memory_is_bounded_on_disk(tmp_path):
     """80 states of 1 MB leave main memory alone."""
     vector = torch.zeros(2**18)
     states = ClientStates(
-        Scaffold().rules(),
+        kept_by(Scaffold().rules(), vector),
         vector,
         clients=80,
         limit=0,

@@ -12,10 +12,11 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import keys_tensor, root, torch_draws_from
+from fedbasin.core.tree import tensors
 from fedbasin.data.transform import Transform
 from fedbasin.experiment import ConfigError, Experiment, build
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
-from fedbasin.local import SGD, Prox, Trainer, batches
+from fedbasin.local import SGD, AdamW, Prox, Trainer, batches
 from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Point
 from fedbasin.methods import FedAvg, Scaffold
@@ -55,7 +56,16 @@ def test_the_cohorts_rows_are_the_loops_batches(plan):
 
 
 def executors(
-    model, shape, *, sizes=SIZES, rules=(), sgd=None, augment=False, dtype=torch.float64, **settings
+    model,
+    shape,
+    *,
+    sizes=SIZES,
+    rules=(),
+    optimiser=None,
+    clip=None,
+    augment=False,
+    dtype=torch.float64,
+    **settings,
 ):
     """A loop and a cohort executor over ragged clients with images or tokens of a shape."""
     rng = KEY.fold("data").numpy()
@@ -68,7 +78,12 @@ def executors(
     with torch_draws_from(KEY):
         net = Net(parse(model, "model")(shape, 3), dtype=dtype)
     whiten = Transform((0.5,) * shape[0], (0.25,) * shape[0], augment=augment, kind="image")
-    trainer = Trainer(net, rules, sgd or SGD(), 4, lambda raw, key=None: whiten(raw, key, dtype), 3)
+    optimiser = optimiser or SGD()
+
+    def transform(raw, key=None):
+        return whiten(raw, key, dtype)
+
+    trainer = Trainer(net, rules, optimiser, 4, transform, 3, clip=clip)
     return LoopExecutor(trainer, people, KEY), CohortExecutor(
         trainer, people, KEY, compiled=False, **settings
     )
@@ -76,7 +91,7 @@ def executors(
 
 def trained(executor, plan, rules=(), cohort=(0, 1, 2, 3), rounds=2):
     vector, buffers = executor.trainer.net.initial()
-    states = ClientStates(rules, vector)
+    states = ClientStates(executor.zero_state(vector), vector)
     for t in range(rounds):
         shared = tuple(() for _ in rules)
         gathered = executor.train(np.array(cohort), Sent(vector, buffers, shared, t), plan, states)
@@ -104,10 +119,12 @@ def assert_equal(a, b, tolerance=1e-9):
         ("emnist_cnn", (1, 12, 12)),
     ],
 )
-@pytest.mark.parametrize("sgd", [SGD(), SGD(0.9, 1e-2, 0.5)], ids=["plain", "full"])
-def test_cohort_equals_loop_for_networks(model, shape, sgd):
+@pytest.mark.parametrize(
+    ("sgd", "clip"), [(SGD(), None), (SGD(0.9, 1e-2), 0.5)], ids=["plain", "full"]
+)
+def test_cohort_equals_loop_for_networks(model, shape, sgd, clip):
     rules = (Prox(0.3),)
-    loop, cohort = executors(model, shape, rules=rules, sgd=sgd, augment=True)
+    loop, cohort = executors(model, shape, rules=rules, optimiser=sgd, clip=clip, augment=True)
     assert_equal(trained(loop, Plan(0.05, 2), rules), trained(cohort, Plan(0.05, 2), rules))
 
 
@@ -118,8 +135,8 @@ def test_cohort_equals_loop_in_float32():
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_the_result_does_not_depend_on_the_chunking_or_the_order(chunk):
-    _, whole = executors("mlp(widths=(7,))", (1, 6, 6), sgd=SGD(0.9))
-    _, parts = executors("mlp(widths=(7,))", (1, 6, 6), sgd=SGD(0.9), chunk=chunk)
+    _, whole = executors("mlp(widths=(7,))", (1, 6, 6), optimiser=SGD(0.9))
+    _, parts = executors("mlp(widths=(7,))", (1, 6, 6), optimiser=SGD(0.9), chunk=chunk)
     assert_equal(trained(whole, Plan(0.1, 2)), trained(parts, Plan(0.1, 2)), 1e-12)
     turned = trained(whole, Plan(0.1, 2), cohort=(2, 0, 3, 1), rounds=1)
     straight = trained(whole, Plan(0.1, 2), rounds=1)
@@ -139,7 +156,7 @@ def test_padding_never_trains_anyone():
 
 def test_clients_that_have_finished_stand_still_beside_those_that_have_not():
     """Seven of eight clients are active at a width of eight: the other must not drift."""
-    settings = {"sizes": (33, 29, 25, 21, 17, 13, 9, 5), "sgd": SGD(0.9, 0.1)}
+    settings = {"sizes": (33, 29, 25, 21, 17, 13, 9, 5), "optimiser": SGD(0.9, 0.1)}
     loop, cohort = executors("logistic", (1, 6, 6), **settings)
     everyone = tuple(range(8))
     ends = [trained(e, Plan(0.1, 1), cohort=everyone, rounds=1) for e in (loop, cohort)]
@@ -195,7 +212,7 @@ def test_a_step_that_is_compiled_for_each_size_takes_fewer_sizes():
     """On a CPU clients are groups of torch's convolution."""
     sizes = (29, 25, 21, 17, 13, 9, 5)
     network = "fmnist_cnn(channels=(3, 3), widths=(8, 6))"
-    loop, cohort = executors(network, (1, 16, 16), sizes=sizes, sgd=SGD(0.9))
+    loop, cohort = executors(network, (1, 16, 16), sizes=sizes, optimiser=SGD(0.9))
     compiled = replace(cohort, compiled=True, backend="eager")
     everyone = tuple(range(7))
     ends = [trained(e, Plan(0.1, 1), cohort=everyone, rounds=2) for e in (loop, compiled)]
@@ -313,7 +330,9 @@ def test_bigger_networks_and_batches_take_more_memory():
     _, small = executors("mlp(widths=(4,))", (1, 2, 2))
     _, large = executors("mlp(widths=(64,))", (1, 2, 2))
     wide = replace(small, trainer=replace(small.trainer, batch=64))
-    momentum = replace(small, trainer=replace(small.trainer, sgd=SGD(0.9)))
+    momentum = replace(small, trainer=replace(small.trainer, optimiser=SGD(0.9)))
+    moments = replace(small, trainer=replace(small.trainer, optimiser=AdamW()))
+    kept = replace(small, trainer=replace(moments.trainer, keep_optimiser=True))
     keeping = replace(small, trainer=replace(small.trainer, rules=Scaffold().rules()))
 
     def bytes_of(executor):
@@ -322,6 +341,7 @@ def test_bigger_networks_and_batches_take_more_memory():
 
     others = large, wide, momentum, keeping
     assert bytes_of(small) < min(bytes_of(each) for each in others)
+    assert bytes_of(momentum) < bytes_of(moments) < bytes_of(kept)
 
 
 def test_out_of_memory_halves_the_chunk_says_so_and_gives_the_same_result(monkeypatch):
@@ -358,11 +378,11 @@ def test_mixed_precision_trains_close_to_single_and_keeps_models_in_it():
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_step_in_place_is_the_step(backend):
     """What a captured graph replays, compiled or not, on a device that cannot capture."""
-    _, cohort = executors("mlp(widths=(4,))", (1, 2, 2), sgd=SGD(0.9, 0.01))
+    _, cohort = executors("mlp(widths=(4,))", (1, 2, 2), optimiser=SGD(0.9, 0.01))
     vector, buffers = cohort.trainer.net.initial()
     sent, steps = Sent(vector, buffers, (), 0), np.array([4, 1])
     course, _ = cohort._course(np.array([0, 1]), steps, sent, Plan(0.1, 1))
-    point = Point(vector.expand(2, -1), torch.zeros(2, vector.numel()).double(), buffers[None], ())
+    point = Point(vector.expand(2, -1), cohort._fresh(vector, 2), buffers[None], ())
     point = point._replace(buffers=buffers.expand(2, -1))
     progress = cloned(Progress(point, vector.new_zeros(2, 4), torch.zeros((), dtype=torch.int64)))
     data = (cohort.population.inputs, cohort.population.labels)
@@ -373,4 +393,5 @@ def test_a_step_in_place_is_the_step(backend):
     advance(progress, course, *data)
     assert int(progress.number) == 1
     torch.testing.assert_close(progress.point.vector, expected.point.vector, rtol=1e-12, atol=0)
-    torch.testing.assert_close(progress.point.momentum, expected.point.momentum, rtol=1e-12, atol=0)
+    ours, theirs = tensors(progress.point.state), tensors(expected.point.state)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)

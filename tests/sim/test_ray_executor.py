@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedbasin.core.method import Plan
+from fedbasin.core.tree import tensors
 from fedbasin.experiment import Experiment, LocalConfig, PartitionConfig, SimConfig, run
 from fedbasin.local import SGD
 from fedbasin.methods import FedAvg, Scaffold
@@ -57,7 +58,12 @@ def cluster():
 def federation(**settings):
     """Six ragged clients, five of them a round, with own state, momentum, decay and clipping."""
     return toy_federation(
-        Scaffold(), sgd=SGD(0.9, 0.01, 2.0), participation="count(clients=5)", **settings
+        Scaffold(),
+        optimiser=SGD(0.9, 0.01),
+        clip=2.0,
+        keep_optimiser=True,
+        participation="count(clients=5)",
+        **settings,
     )
 
 
@@ -73,8 +79,8 @@ def history(federation):
     server, states = federation.begin()
     rounds = [(s.send, r.train_loss) for s, r in federation.rounds_from(server, states)]
     models, losses = zip(*rounds, strict=True)
-    controls = [states.get(client)[0].control for client in range(6)]
-    return torch.stack(models), torch.tensor(losses), torch.stack(controls)
+    kept = [torch.cat(tensors(states.get(client))) for client in range(6)]  # variate, momentum
+    return torch.stack(models), torch.tensor(losses), torch.stack(kept)
 
 
 def assert_same(one, other):

@@ -56,7 +56,7 @@ def update_of(make, mixed=False, side=8, model="resnet8"):
     with torch_draws_from(KEY):
         net = Net(parse(model, "model")(shape, 10), mixed=mixed)
     transform = Transform((0.5,) * 3, (0.25,) * 3, augment=True, kind="image")
-    executor = make(Trainer(net, (), SGD(0.9, 1e-3, 10.0), 8, transform, 10), people, KEY)
+    executor = make(Trainer(net, (), SGD(0.9, 1e-3), 8, transform, 10, clip=10.0), people, KEY)
     vector, buffers = net.initial()
     states, everyone = ClientStates((), vector), np.arange(len(SIZES))
     gathered = executor.train(everyone, Sent(vector, buffers, (), 0), Plan(0.05, 2), states)
@@ -111,7 +111,7 @@ def copies_of_a_step(rules, shared):
     vector, buffers = net.initial()
     everyone = np.arange(2)
     sent = Sent(vector, buffers, tuple(each(vector) for each in shared), 0)
-    executor.train(everyone, sent, Plan(0.05, 1), ClientStates(rules, vector))
+    executor.train(everyone, sent, Plan(0.05, 1), ClientStates(executor.zero_state(vector), vector))
     return seen[0]
 
 

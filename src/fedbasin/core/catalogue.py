@@ -1,4 +1,4 @@
-"""The catalogue: every method, rule, partition, model and schedule by its name.
+"""The catalogue: every method, rule, optimiser, partition, model and schedule by its name.
 
 A card stands beside the thing it describes, so adding something touches one file.
 What is listed is either a frozen dataclass (its fields are the hyper-parameters) or a
@@ -15,7 +15,15 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar, get_type_hints
 
 Kind = Literal[
-    "method", "rule", "task", "metric", "partition", "model", "schedule", "participation"
+    "method",
+    "rule",
+    "optimiser",
+    "task",
+    "metric",
+    "partition",
+    "model",
+    "schedule",
+    "participation",
 ]
 T = TypeVar("T", bound=Callable[..., Any])
 _MISSING = inspect.Parameter.empty

@@ -307,5 +307,6 @@ def type_name(wanted: Any) -> str:
         int: "a whole number",
         str: "a quoted string",
         bool: "True or False",
+        Choice: "a name or a call, such as cosine",
     }
     return names.get(wanted, getattr(wanted, "__name__", str(wanted)).lower())

@@ -24,6 +24,8 @@ from fedbasin.core.rule import LocalRule, Rules, Setting, as_rules
 from fedbasin.core.tree import mapped
 from fedbasin.core.vectors import Layout, Weighting, shares, weighted_mean
 
+EffectiveSteps = Callable[[int, float], float | None]  # (K, eta mu) -> a_i of FedNova
+
 
 class ReplyError(ValueError):
     """A reply that must not be aggregated, with the client named."""
@@ -98,7 +100,8 @@ class Context:
         plan: how the cohort trains, once a round has begun.
         batch: the clients' batch size, B; 0 where it is not known.
         examples: mean number of samples of a client; 0 where it is not known.
-        momentum: of the clients' SGD, rho.
+        effective_steps: how many gradients K steps of a client add up to, by K and eta mu of a
+            proximal term; None where that is not known.
         proxy: server data, for methods that need ``"proxy"``.
         class_counts: [N, classes] samples by client and class, for those that need them.
         private_counts: what stands in for them where clients do not show them.
@@ -117,7 +120,7 @@ class Context:
     plan: Plan | None = None
     batch: int = 0
     examples: float = 0.0
-    momentum: float = 0.0
+    effective_steps: EffectiveSteps | None = None
     proxy: Proxy | None = None
     class_counts: Tensor | None = None
     private_counts: PrivateCounts | None = None
@@ -140,7 +143,9 @@ class Replies:
     clients: Tensor  # [C] client ids
     steps: Tensor  # [C] local steps taken, K_i
     lr_sum: Tensor  # [C] sum of step sizes
-    lengths: Tensor  # [C] accumulated length of the local update in gradients, a_i of FedNova
+    # [C] accumulated length of the local update in gradients, a_i of FedNova; K_i under an adaptive
+    # optimiser, whose steps have no such length
+    lengths: Tensor
     last_loss: Tensor  # [C] mean training loss of the last local epoch
     reports: tuple[Any, ...] = ()  # what each client rule reports, in the order of `rules`
 

@@ -88,10 +88,20 @@ class Setting(NamedTuple):
     clip: float | None
     ragged: bool  # whether clients take different numbers of steps
     statistics: bool  # whether the network averages BatchNorm statistics without renewing them
+    adaptive: str = ""  # the clients' optimiser, where it is adaptive
+
+
+def rescaled(setting: Setting, what: str) -> Iterator[str]:
+    """Say what an adaptive optimiser does to a term that a rule adds to the gradient."""
+    if setting.adaptive:
+        yield (
+            f"local.optimiser = {setting.adaptive} rescales {what} together with the gradient, "
+            "each parameter on its own; the paper has plain SGD"
+        )
 
 
 class LocalRule:
-    """What a client does beyond plain SGD. Every hook has a neutral default."""
+    """What a client does beyond the optimiser's step. Every hook has a neutral default."""
 
     layer: ClassVar[Layer] = "correct"
     owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset()  # hooks only one rule may fill

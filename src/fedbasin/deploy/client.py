@@ -33,7 +33,8 @@ from fedbasin.deploy.wire import (
     the_record,
     write_tree,
 )
-from fedbasin.local import SGD, Trainer
+from fedbasin.local import SGD, Optimiser, Trainer
+from fedbasin.local.optimisers import check_plain_steps
 from fedbasin.local.train import Received, Shard, Transform, class_counts
 from fedbasin.sim import Federation
 from fedbasin.sim.loop import client_key
@@ -105,7 +106,9 @@ def client_app(
     classes: int = 0,
     task: Task | str = "classification",
     batch: int = 32,
-    sgd: SGD | None = None,
+    optimiser: Optimiser | str | None = None,
+    clip: float | None = None,
+    keep_optimiser: bool = False,
     transform: Transform = as_floats,
     held_out: Data | None = None,
     counts: Literal["plain", "private"] = "private",
@@ -121,7 +124,9 @@ def client_app(
         classes: number of classes; 0 where targets are no classes.
         task: what the network's outputs mean, as an expression or an object.
         batch: batch size.
-        sgd: the optimiser.
+        optimiser: how clients step, such as ``"adamw"``; plain SGD by default.
+        clip: largest norm of a gradient, or None.
+        keep_optimiser: whether the client keeps the optimiser's state between rounds.
         transform: turns stored rows into network inputs.
         held_out: rows to evaluate on; the client's own by default.
         counts: whether the server may see the client's class counts in ``"plain"``.
@@ -129,18 +134,28 @@ def client_app(
     """
     import fedbasin.methods  # noqa: F401  (fills the catalogue)
 
+    steps: Optimiser = SGD()
+    if optimiser is not None:
+        steps = parse(optimiser, "optimiser") if isinstance(optimiser, str) else optimiser
+
     def desk(context: Context) -> Desk:
         named = context.run_config.get("method", "fedavg") if method is None else method
         chosen: Method = parse(named, "method") if isinstance(named, str) else named
         client, clients = place(context)
+        try:
+            check_plain_steps(chosen, steps, keep_optimiser)
+        except ValueError as error:
+            raise Refused(str(error)) from error
         trainer = Trainer(
             net=Net(model(), device),
             rules=chosen.rules(),
-            sgd=sgd or SGD(),
+            optimiser=steps,
             batch=batch,
             transform=transform,
             classes=classes,
             task=parse(task, "task") if isinstance(task, str) else task,
+            clip=clip,
+            keep_optimiser=keep_optimiser,
         )
         aside = None if held_out is None else held_out(client, clients)
         rows = data(client, clients)
@@ -197,7 +212,7 @@ def _train(here: Desk, content: RecordDict, context: Context) -> RecordDict:
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
     codec, vector, buffers = _received(here, arrays)
     shared = mapped(lambda leaf: leaf.to(net.device), _shared(content, len(trainer.rules)))
-    zero = tuple(rule.own(vector) for rule in trainer.rules)
+    zero = trainer.zero_state(vector)
     own = OwnState(context, str(config.get("fedbasin-name")), here.client, zero)
     merged = the_record(content, ConfigRecord, MERGED)
     before = own.at(round, int(number(merged, "round", least=0)))

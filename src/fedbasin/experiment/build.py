@@ -29,9 +29,10 @@ from fedbasin.core.rng import Key, root, torch_draws_from
 from fedbasin.core.rule import Setting
 from fedbasin.core.task import Targets, Task
 from fedbasin.data.transform import Transform
-from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
-from fedbasin.local import SGD, Trainer
+from fedbasin.experiment.config import ConfigError, DataConfig, Experiment, LocalConfig
+from fedbasin.local import SGD, Optimiser, Trainer
 from fedbasin.local.batches import count_steps
+from fedbasin.local.optimisers import check_plain_steps
 from fedbasin.models.atoms import SymmetryError
 from fedbasin.sim import Federation, LoopExecutor, Population
 from fedbasin.sim.allocator import keep_freed_memory
@@ -166,8 +167,17 @@ def build(
         archive=archive,
         permutations=_permutations(method, module, transform(population.inputs[:2]), device),
     )
-    sgd, batch = _sgd(experiment), experiment.local.batch
-    trainer = Trainer(net, method.rules(), sgd, batch, transform, rows.classes, task)
+    trainer = Trainer(
+        net=net,
+        rules=method.rules(),
+        optimiser=optimiser_of(experiment.local),
+        batch=experiment.local.batch,
+        transform=transform,
+        classes=rows.classes,
+        clip=experiment.local.clip or None,
+        task=task,
+        keep_optimiser=experiment.local.keep_optimiser,
+    )
     _say_cautions(method, experiment, net, population)
     counts = population.class_counts(rows.classes).cpu().numpy()
     participation: Choice = parse(experiment.sim.participation, "participation")
@@ -217,7 +227,7 @@ def _context(experiment: Experiment, net: Net, population: Population, key: Key)
         key=key,
         batch=experiment.local.batch,
         examples=float(population.sizes.mean()),
-        momentum=experiment.local.momentum,
+        effective_steps=optimiser_of(experiment.local).effective_steps,
         net=net,
     )
 
@@ -325,9 +335,16 @@ def _transform(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype) 
     return partial(transform, dtype=dtype)
 
 
-def _sgd(experiment: Experiment) -> SGD:
-    local = experiment.local
-    return SGD(local.momentum, local.weight_decay, local.clip or None)
+def optimiser_of(local: LocalConfig) -> Optimiser:
+    """Return the clients' optimiser; `local.momentum` and `local.weight_decay` are those of SGD."""
+    optimiser: Optimiser = parse(local.optimiser, "optimiser")
+    if type(optimiser) is not SGD:
+        return optimiser
+    return replace(
+        optimiser,
+        momentum=optimiser.momentum or local.momentum,
+        weight_decay=optimiser.weight_decay or local.weight_decay,
+    )
 
 
 def _schedule(experiment: Experiment) -> Any:
@@ -342,13 +359,19 @@ def check_needs(experiment: Experiment) -> None:
     """Refuse a method that needs what the run does not have, before data is loaded."""
     method = parse(experiment.method, "method")
     task = parse(experiment.task, "task")
+    kept = experiment.local.keep_optimiser
     try:
         check_task(method, task)
-        metrics_of(task, experiment.sim.metrics)
     except NeedError as error:
         raise ConfigError(f"method: {error}") from error
+    try:
+        metrics_of(task, experiment.sim.metrics)
     except MetricError as error:
         raise ConfigError(f"sim.metrics: {error}") from error
+    try:
+        check_plain_steps(method, optimiser_of(experiment.local), kept)
+    except ValueError as error:
+        raise ConfigError(f"local.optimiser: {error}") from error
     if "proxy" in needs_of(method) and not experiment.data.proxy_per_class:
         raise ConfigError(
             f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper)"
@@ -358,15 +381,24 @@ def check_needs(experiment: Experiment) -> None:
 def _say_cautions(method: Method, experiment: Experiment, net: Net, population: Population) -> None:
     """Log why the method may not do what its paper says in this run."""
     local, sizes = experiment.local, population.sizes[population.sizes > 0]
+    optimiser = optimiser_of(local)
+    plain = optimiser if isinstance(optimiser, SGD) else SGD()
     setting = Setting(
-        momentum=local.momentum,
-        weight_decay=local.weight_decay,
+        momentum=plain.momentum,
+        weight_decay=plain.weight_decay,
         clip=local.clip or None,
         ragged=not local.steps and len(set(np.ceil(sizes / local.batch))) > 1,
         statistics=net.has_statistics and experiment.sim.buffers != "recalibrate",
+        adaptive=str(optimiser) if optimiser.adaptive else "",
     )
     for caution in method.cautions(setting):
         logging.getLogger(__package__).warning("%s: %s", method, caution)
+    if local.lr == LocalConfig.lr and optimiser.default_lr < local.lr:
+        logging.getLogger(__package__).warning(
+            "local.lr = %g is the default, which is meant for SGD; %s is most often run at %g: set "
+            "local.lr",
+            *(local.lr, optimiser, optimiser.default_lr),
+        )
 
 
 def _class_counts(method: Method, population: Population, classes: int) -> Tensor | None:

@@ -14,9 +14,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from fedbasin.core.catalogue import Kind
-from fedbasin.core.expressions import ExpressionError, fit, is_fit, parse, text, type_name
+from fedbasin.core.catalogue import Kind, card_of
+from fedbasin.core.expressions import ExpressionError, fit, is_fit, parse, text, title, type_name
 from fedbasin.core.settings import write_toml
+from fedbasin.local.optimisers import SGD
 
 
 class ConfigError(ValueError):
@@ -78,10 +79,13 @@ class LocalConfig:
         epochs: passes over the client's data.
         steps: mini-batches instead of epochs; 0 means epochs count.
         batch: batch size.
-        momentum: of SGD, fresh every round.
-        weight_decay: of SGD.
+        momentum: of the optimiser ``"sgd"``; others take it as an argument.
+        weight_decay: of the optimiser ``"sgd"``; others take it as an argument.
         clip: largest gradient norm; 0 means no clipping.
         schedule: a schedule, such as ``"exponential(decay=0.99)"``.
+        optimiser: how clients step, such as ``"adamw(weight_decay=0.01)"``; set `lr` with it.
+        keep_optimiser: whether each client keeps the optimiser's state (momentum, Adam's means)
+            between rounds; by default it starts afresh in every round.
     """
 
     lr: float = 0.1
@@ -92,6 +96,8 @@ class LocalConfig:
     weight_decay: float = 0.0
     clip: float = 0.0
     schedule: str = "constant"
+    optimiser: str = "sgd"
+    keep_optimiser: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,7 +215,11 @@ class Experiment:
             partition=replace(
                 self.partition, how=text(parse(self.partition.how, "partition")), seed=seed
             ),
-            local=replace(self.local, schedule=text(parse(self.local.schedule, "schedule"))),
+            local=replace(
+                self.local,
+                schedule=text(parse(self.local.schedule, "schedule")),
+                optimiser=text(parse(self.local.optimiser, "optimiser")),
+            ),
             sim=replace(
                 self.sim, participation=text(parse(self.sim.participation, "participation"))
             ),
@@ -235,6 +245,7 @@ def _check_expressions(experiment: Experiment) -> None:
         *(("sim.metrics", metric, "metric") for metric in experiment.sim.metrics),
         ("partition.how", experiment.partition.how, "partition"),
         ("local.schedule", experiment.local.schedule, "schedule"),
+        ("local.optimiser", experiment.local.optimiser, "optimiser"),
         ("sim.participation", experiment.sim.participation, "participation"),
     ]
     for name, source, kind in kinds:
@@ -296,6 +307,28 @@ def _check_ranges(experiment: Experiment) -> None:
             raise ConfigError(f"snapshots.rounds must lie in 1 to {e.rounds} (rounds), got {round}")
 
 
+def _check_optimiser(experiment: Experiment) -> None:
+    """Refuse a momentum or weight decay that is given twice, or to another optimiser than SGD."""
+    local = experiment.local
+    optimiser = parse(local.optimiser, "optimiser")
+    for name in ("momentum", "weight_decay"):
+        value = getattr(local, name)
+        if not value:
+            continue
+        if type(optimiser) is not SGD:
+            known = any(parameter.name == name for parameter in card_of(optimiser).parameters)
+            other = f", or write local.optimiser = '{title(card_of(optimiser))}({name}={value})'"
+            raise ConfigError(
+                f"local.{name} = {value} is for the optimiser sgd, and local.optimiser is "
+                f"{optimiser}: set local.{name} = 0{other if known else ''}"
+            )
+        if getattr(optimiser, name):
+            raise ConfigError(
+                f"{name} is given twice, as local.{name} = {value} and in local.optimiser = "
+                f"{optimiser}: keep one of the two"
+            )
+
+
 def _check_ray(experiment: Experiment) -> None:
     sim = experiment.sim
     if sim.address and sim.executor != "ray":
@@ -310,7 +343,7 @@ def _check_ray(experiment: Experiment) -> None:
         )
 
 
-_CHECKS = (_check_expressions, _check_ranges, _check_ray)
+_CHECKS = (_check_expressions, _check_ranges, _check_optimiser, _check_ray)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Experiment:

@@ -1,4 +1,4 @@
-"""Room 4: a client's training, plain SGD and the small rules around it."""
+"""Room 4: a client's training, its optimiser and the small rules around it."""
 
 from fedbasin.local.batches import batches as batches
 from fedbasin.local.kept_momentum import KeptMomentum as KeptMomentum
@@ -7,10 +7,13 @@ from fedbasin.local.losses import BalancedSoftmax as BalancedSoftmax
 from fedbasin.local.losses import ClassBalanced as ClassBalanced
 from fedbasin.local.losses import Focal as Focal
 from fedbasin.local.losses import LogitAdjusted as LogitAdjusted
+from fedbasin.local.optimisers import SGD as SGD
+from fedbasin.local.optimisers import Adam as Adam
+from fedbasin.local.optimisers import AdamW as AdamW
+from fedbasin.local.optimisers import Optimiser as Optimiser
 from fedbasin.local.prox import Prox as Prox
 from fedbasin.local.schedules import constant as constant
 from fedbasin.local.sharpness import SAM as SAM
-from fedbasin.local.step import SGD as SGD
 from fedbasin.local.train import Received as Received
 from fedbasin.local.train import Shard as Shard
 from fedbasin.local.train import Trained as Trained

@@ -100,6 +100,11 @@ def counted_rows(counted: Counted) -> Iterator[str]:
 
 def frozen_momentum(setting: Setting) -> Iterator[str]:
     """Say why a momentum of the local optimiser has no place beside a frozen one."""
+    if setting.adaptive:
+        yield (
+            f"local.optimiser = {setting.adaptive} has a state that changes in every step, while "
+            "the server's must stay frozen; take the optimiser sgd"
+        )
     if setting.momentum:
         yield (
             f"local.momentum = {setting.momentum} is a second momentum that changes in every step, "

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedbasin.core.method import Replies
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Finish, Gradient, LocalRule, Setting, Start
+from fedbasin.core.rule import Finish, Gradient, LocalRule, Setting, Start, rescaled
 from fedbasin.core.vectors import weighted_mean
 
 
@@ -90,7 +90,8 @@ class Duals(LocalRule):
         return Drift(start.own.total + (finish.vector - start.vector)), ()
 
     def cautions(self, setting: Setting) -> Iterator[str]:
-        """Name what local momentum does to the pull."""
+        """Name what local momentum and an adaptive optimiser do to the pull."""
+        yield from rescaled(setting, "the pull alpha (v - x + r_i)")
         if setting.momentum:
             yield (
                 f"local.momentum = {setting.momentum} takes the pull alpha (v - x + r_i) "

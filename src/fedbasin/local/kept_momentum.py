@@ -63,6 +63,11 @@ class KeptMomentum(LocalRule):
 
     def cautions(self, setting: Setting) -> Iterator[str]:
         """Say why a second momentum or decay counts twice."""
+        if setting.adaptive:
+            yield (
+                f"local.optimiser = {setting.adaptive} keeps a momentum of its own of what "
+                "kept_momentum gives; take the optimiser sgd, or drop the rule"
+            )
         for name in ("momentum", "weight_decay"):
             if value := getattr(setting, name):
                 yield (

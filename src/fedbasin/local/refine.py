@@ -15,7 +15,8 @@ from fedbasin.core.descent import Adam
 from fedbasin.core.method import Context, Proxy, Served
 from fedbasin.core.rng import Key
 from fedbasin.local.batches import epoch_order, proxy_batches
-from fedbasin.local.step import SGD, clipped, descend
+from fedbasin.local.optimisers import SGD
+from fedbasin.local.step import clipped
 
 Optimiser = Literal["adam", "sgd"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (model, numbers of the rows) -> mean loss
@@ -72,7 +73,8 @@ class Refinement:
         aside = min(math.ceil(self.holdout * proxy.size), proxy.size - 1)
         held, rows = rows[:aside], rows[aside:]
         sgd = SGD(momentum=self.betas[0])
-        adam, momentum = Adam.at(vector), torch.zeros_like(vector)
+        adam = Adam.at(vector)
+        state = sgd.init(vector)
         total = self.epochs * math.ceil(len(rows) / self.batch)
         best, least, idle = vector, self._watched(vector, proxy, held), 0
         taken, summed, step = 0, torch.zeros_like(vector), 0
@@ -85,7 +87,7 @@ class Refinement:
                 if self.optimiser == "adam":
                     vector, adam = adam.step(vector, gradient, lr, self.betas)
                 else:
-                    vector, momentum = descend(vector, momentum, gradient, lr, sgd)
+                    vector, state = sgd.update(gradient, state, vector, lr)
                 step += 1
                 late = step - self.average_from
                 if self.average_every and late >= 0 and late % self.average_every == 0:

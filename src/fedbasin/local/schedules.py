@@ -1,6 +1,7 @@
 """Learning-rate schedules of the papers: how a round's plan follows from the configured one.
 
-Each takes the base plan, the number of finished rounds t and the number of rounds R.
+Each takes the base plan, the number of finished rounds t and the number of rounds R. `warmup` takes
+another schedule for the rounds after it, and these may nest.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fedbasin.core.catalogue import entry
+from fedbasin.core.catalogue import CATALOGUE, entry
+from fedbasin.core.expressions import Choice
 from fedbasin.core.method import Plan
 
 
@@ -63,6 +65,28 @@ def epoch_decay(plan: Plan, round: int, rounds: int, *, every: int = 20, least: 
     if plan.epochs is None:
         raise ValueError("epoch_decay needs local.epochs; the plan is given in steps")
     return replace(plan, epochs=max(min(least, plan.epochs), plan.epochs - round // every))
+
+
+_CONSTANT = Choice("constant")
+
+
+@entry("schedule")
+def warmup(
+    plan: Plan, round: int, total: int, *, rounds: int = 10, then: Choice = _CONSTANT
+) -> Plan:
+    """Rise linearly for some rounds, then follow another schedule as if the run began there.
+
+    With w = rounds and the other schedule's rates s_0, s_1, ... over R - w rounds:
+    eta_t = s_0 (t + 1) / w for t < w, then eta_t = s_(t - w). So `cosine` begins at its full rate
+    after the warm-up and still ends in the last round.
+    """
+    _require(rounds >= 1, "rounds", rounds, "at least 1")
+    if CATALOGUE[then.name].kind != "schedule":
+        raise ValueError(f"then must be a schedule, got {then}")
+    after: Plan = then(plan, max(round - rounds, 0), max(total - rounds, 1))
+    if round >= rounds:
+        return after
+    return replace(after, lr=after.lr * (round + 1) / rounds)
 
 
 def _require(holds: bool, name: str, value: float, rule: str) -> None:

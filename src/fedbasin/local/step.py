@@ -1,4 +1,4 @@
-"""One local step of one client: gradient, the rules around it, clipping, SGD.
+"""One local step of one client: gradient, the rules around it, clipping, the optimiser.
 
 The order is fixed for all methods: draw a batch, (perturb,) forward and backward,
 (un-perturb,) parameter-space corrections, clip, then the optimiser, which adds weight decay
@@ -7,8 +7,7 @@ and momentum. Everything here is pure, so the cohort engine can `vmap` it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -17,60 +16,18 @@ from torch import Tensor
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Batch, Gradient, Layer, LocalRule, Look, View
 from fedbasin.core.task import CLASSIFICATION, RowTask, Task, weighted_rows
+from fedbasin.local.optimisers import Optimiser
 
 Aux = tuple[Tensor, Tensor, tuple[Any, ...]]  # loss value, statistics, carries
 Loss = Callable[[Tensor], tuple[Tensor, Aux]]
 Differentiate = Callable[[Loss, Tensor], tuple[Tensor, Aux]]
 
 
-@dataclass(frozen=True)
-class SGD:
-    """The client's optimiser; its momentum starts at zero every round.
-
-    Args:
-        momentum: share of the last direction that is kept, in [0, 1).
-        weight_decay: multiple of the parameters added to the gradient.
-        clip: largest L2 norm of the corrected gradient, or None.
-    """
-
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay}")
-        if self.clip is not None and self.clip <= 0:
-            raise ValueError(f"clip must be above 0 or left out, got {self.clip}")
-
-    def length(self, steps: int, pull: float = 0.0) -> float:
-        """Return the accumulated weight of the gradients in K steps, a_i of FedNova.
-
-        It is how far K steps along a gradient that is always 1 lead, in units of eta. With
-        momentum rho, a = [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho); with a proximal term,
-        a <- (1 - eta mu) a + 1; with both, l <- rho l + 1 - eta mu a and a <- a + l.
-
-        Args:
-            steps: K.
-            pull: eta mu.
-        """
-        rho = self.momentum
-        if not pull:
-            return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
-        speed = length = 0.0
-        for _ in range(steps):
-            speed = rho * speed + 1 - pull * length
-            length += speed
-        return length
-
-
 class Point(NamedTuple):
     """Where a client stands between two steps."""
 
     vector: Tensor  # [P]
-    momentum: Tensor  # [P], or [0] when the optimiser has none
+    state: Any  # the optimiser's
     buffers: Tensor  # [Q] statistics
     carries: tuple[Any, ...]  # one for each rule
 
@@ -135,7 +92,8 @@ def step(
     *,
     net: Net,
     rules: tuple[LocalRule, ...],
-    sgd: SGD,
+    optimiser: Optimiser,
+    clip: float | None = None,
     task: Task = CLASSIFICATION,
     differentiate: Differentiate = by_autograd,
 ) -> tuple[Point, Tensor]:
@@ -147,8 +105,9 @@ def step(
         lr: learning rate, eta.
         key: int64 [2], the randomness of dropout and of the rules in this step.
         net: the network.
-        rules: what the client does beyond SGD.
-        sgd: the optimiser.
+        rules: what the client does beyond the optimiser's step.
+        optimiser: what turns the direction into the next model.
+        clip: largest L2 norm of the corrected gradient, or None.
         task: what the network's outputs mean.
         differentiate: how the gradient is taken.
     """
@@ -185,13 +144,13 @@ def step(
     gradient: Gradient = evaluate
     for i in reversed(nesting(rules)):
         gradient = through(i, gradient)
-    direction = clipped(gradient(point.vector), sgd.clip)
+    direction = clipped(gradient(point.vector), clip)
     paces = [rule.pace(carry) for rule, carry in zip(rules, carries, strict=True)]
-    vector, momentum = descend(point.vector, point.momentum, direction, lr, sgd, paces)
+    vector, state = optimiser.update(direction, point.state, point.vector, lr, paces)
     for i, rule in enumerate(rules):
         vector, carries[i] = rule.after_step(carries[i], vector, net)
     value, buffers = seen[0]
-    return Point(vector, momentum, buffers.detach(), tuple(carries)), value
+    return Point(vector, state, buffers.detach(), tuple(carries)), value
 
 
 def step_in_place(
@@ -201,13 +160,12 @@ def step_in_place(
     key: Tensor,
     *,
     net: Net,
-    sgd: SGD,
+    optimiser: Optimiser,
     task: Task = CLASSIFICATION,
 ) -> tuple[Point, Tensor]:
     """Take the step of `step` without rules and clipping, writing over the point's tensors.
 
-    Every layer's gradient is applied where the layer lies in the vector: to join them to one
-    vector first is one more pass over memory, which a wide dense layer feels.
+    Only for an optimiser that says that it writes in place.
     """
     views = net.layout.views(point.vector)
     parts = {name: part.detach().requires_grad_() for name, part in views.items()}
@@ -215,24 +173,8 @@ def step_in_place(
     value = task_loss(outputs.logits, batch, task)
     gradients = torch.autograd.grad(value, list(parts.values()), allow_unused=True)
     with torch.no_grad():
-        if sgd.momentum:
-            direction = point.momentum.mul_(sgd.momentum)
-            if sgd.weight_decay:
-                direction.add_(point.vector, alpha=sgd.weight_decay)
-            _add(net.layout.views(direction), gradients, 1.0)
-            point.vector.sub_(direction, alpha=lr)
-        else:
-            if sgd.weight_decay:
-                point.vector.mul_(1 - lr * sgd.weight_decay)
-            _add(views, gradients, -lr)
+        optimiser.update_in_place(gradients, point.state, point.vector, lr, net.layout)
     return point._replace(buffers=outputs.buffers.detach()), value.detach()
-
-
-def _add(views: dict[str, Tensor], gradients: tuple[Tensor | None, ...], scale: float) -> None:
-    """Add multiples of gradients to the parts of a vector; a part that was not used has none."""
-    for view, gradient in zip(views.values(), gradients, strict=True):
-        if gradient is not None:
-            view.add_(gradient, alpha=scale)
 
 
 def clipped(direction: Tensor, largest: float | None) -> Tensor:
@@ -241,26 +183,3 @@ def clipped(direction: Tensor, largest: float | None) -> Tensor:
         return direction
     scale: Tensor = largest / (direction.norm() + 1e-6)
     return direction * scale.clamp(max=1.0)
-
-
-def descend(
-    vector: Tensor,
-    momentum: Tensor,
-    direction: Tensor,
-    lr: Tensor | float,
-    sgd: SGD,
-    paces: Sequence[Tensor | None] = (),
-) -> tuple[Tensor, Tensor]:
-    """Apply torch's SGD rule: d = direction + wd v;  m = rho m + d;  v = v - eta m.
-
-    The rate eta is that of the round times the rules' paces.
-    """
-    if sgd.weight_decay:
-        direction = direction + sgd.weight_decay * vector
-    if sgd.momentum:
-        direction = momentum = torch.add(direction, momentum, alpha=sgd.momentum)
-    for pace in paces:
-        direction = direction if pace is None else pace * direction
-    if isinstance(lr, Tensor):
-        return vector - lr * direction, momentum
-    return torch.sub(vector, direction, alpha=lr), momentum  # one pass over memory, not two

@@ -19,9 +19,10 @@ from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in
 from fedbasin.core.rule import Batch, Finish, LocalRule, Look, Start, check_rules
 from fedbasin.core.task import CLASSIFICATION, Task
-from fedbasin.core.tree import added
+from fedbasin.core.tree import added, mapped
 from fedbasin.local.batches import AUGMENT, DROPOUT, batches, count_steps, steps_per_epoch
-from fedbasin.local.step import SGD, Point, step, step_in_place, summed_gradient
+from fedbasin.local.optimisers import Optimiser
+from fedbasin.local.step import Point, step, step_in_place, summed_gradient
 
 SURVEY_ROWS = 256  # rows of a client that a survey looks at in one pass
 Transform = Callable[..., Tensor]  # (raw rows, key or None) -> what the network takes
@@ -40,7 +41,7 @@ class Received(NamedTuple):
     vector: Tensor  # [P] the model
     buffers: Tensor  # [Q] statistics
     shared: tuple[Any, ...]  # what the method broadcasts, one entry for each rule
-    own: tuple[Any, ...]  # what the client kept, one entry for each rule
+    own: tuple[Any, ...]  # what the client kept, shaped as `Trainer.zero_state`
     round: int  # finished rounds
     key: Tensor  # int64 [2], the client's randomness of this round
 
@@ -66,30 +67,50 @@ class Trainer:
 
     Args:
         net: the network.
-        rules: what clients do beyond SGD.
-        sgd: the optimiser.
+        rules: what clients do beyond the optimiser's step.
+        optimiser: what turns a direction into the next model.
         batch: batch size, B.
         transform: turns stored rows into network inputs; augments when given a key.
         classes: number of classes; 0 where targets are no classes.
+        clip: largest L2 norm of the corrected gradient, or None.
+        keep_optimiser: whether a client keeps the optimiser's state between rounds; by default it
+            starts afresh in every round.
         task: what outputs mean.
     """
 
     net: Net
     rules: tuple[LocalRule, ...]
-    sgd: SGD
+    optimiser: Optimiser
     batch: int
     transform: Transform
     classes: int
+    clip: float | None = None
+    keep_optimiser: bool = False
     task: Task = CLASSIFICATION
 
     def __post_init__(self) -> None:
         check_rules(self.rules)
         check_task(self.rules, self.task)
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be above 0 or left out, got {self.clip}")
 
     @property
     def in_place(self) -> bool:
         """Whether steps may write over a client's vector: nobody else looks at it."""
-        return not self.rules and self.sgd.clip is None
+        return not self.rules and self.clip is None and self.optimiser.writes_in_place
+
+    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
+        """Return what a client keeps before its first round.
+
+        One entry for each rule, then the optimiser's state where that is kept.
+        """
+        own = tuple(rule.own(vector) for rule in self.rules)
+        return (*own, self.optimiser.init(vector)) if self.keep_optimiser else own
+
+    def length(self, steps: int) -> float:
+        """Return how many gradients K steps add up to; K for an adaptive optimiser."""
+        counted = self.optimiser.effective_steps(steps)
+        return float(steps) if counted is None else counted
 
     def train(self, shard: Shard, received: Received, plan: Plan) -> Trained:
         """Train one client from what it received; nothing given is changed."""
@@ -97,14 +118,23 @@ class Trainer:
         steps = count_steps(plan, rows, self.batch)
         starts = self._starts(shard, received, plan, steps)
         carries = tuple(r.begin(s, self.net) for r, s in zip(self.rules, starts, strict=True))
-        size = received.vector.numel() if self.sgd.momentum else 0
-        vector = received.vector.clone() if self.in_place else received.vector
-        point = Point(vector, vector.new_zeros(size), received.buffers, carries)
-        take = (
-            partial(step_in_place, net=self.net, task=self.task, sgd=self.sgd)
-            if self.in_place
-            else partial(step, net=self.net, task=self.task, rules=self.rules, sgd=self.sgd)
-        )
+        vector = received.vector
+        state = received.own[-1] if self.keep_optimiser else self.optimiser.init(vector)
+        take: Callable[..., tuple[Point, Tensor]]
+        if self.in_place:
+            vector = vector.clone()
+            state = mapped(torch.clone, state)
+            take = partial(step_in_place, net=self.net, optimiser=self.optimiser, task=self.task)
+        else:
+            take = partial(
+                step,
+                net=self.net,
+                rules=self.rules,
+                optimiser=self.optimiser,
+                clip=self.clip,
+                task=self.task,
+            )
+        point = Point(vector, state, received.buffers, carries)
         losses, counts = [], []
         numbers = torch.arange(steps, device=received.key.device)
         augment, dropout = (
@@ -124,15 +154,16 @@ class Trainer:
         uploaded = ended
         for rule, carry, start in together:
             uploaded = uploaded._replace(vector=rule.upload(carry, start, uploaded))
+        own = tuple(own for own, _ in ends)
         return Trained(
             vector=uploaded.vector,
             buffers=point.buffers,
-            own=tuple(own for own, _ in ends),
+            own=(*own, point.state) if self.keep_optimiser else own,
             reports=tuple(report for _, report in ends),
             examples=rows,
             steps=steps,
             lr_sum=plan.lr * steps,
-            length=self.sgd.length(steps),
+            length=self.length(steps),
             last_loss=_mean(losses, counts, last=steps_per_epoch(rows, self.batch)),
             mean_loss=_mean(losses, counts, last=steps),
         )
@@ -186,6 +217,7 @@ class Trainer:
     ) -> tuple[Start, ...]:
         vector = received.vector
         counts = class_counts(shard.labels, self.classes).to(vector.dtype)
+        kept = received.own[: len(self.rules)]
         return tuple(
             Start(
                 vector=vector,
@@ -200,7 +232,7 @@ class Trainer:
                 survey=self._survey(rule, shared, shard, received),
                 buffers=received.buffers,
             )
-            for rule, shared, own in zip(self.rules, received.shared, received.own, strict=True)
+            for rule, shared, own in zip(self.rules, received.shared, kept, strict=True)
         )
 
     def _batch(self, shard: Shard, index: Tensor, augment: Tensor | None) -> Batch:

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Finish, Gradient, LocalRule, Rules, Setting, Start
+from fedbasin.core.rule import Finish, Gradient, LocalRule, Rules, Setting, Start, rescaled
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 
 
@@ -69,7 +69,9 @@ class FadingBias(LocalRule):
         return Estimate(faded + self.mu * (start.vector - finish.vector), now), ()
 
     def cautions(self, setting: Setting) -> Iterator[str]:
-        """Name what local momentum does to the estimate."""
+        """Name what local momentum and an adaptive optimiser do to the estimate."""
+        if self.mu:
+            yield from rescaled(setting, "the estimate h_i, made of displacements,")
         if self.mu and setting.momentum:
             yield (
                 f"local.momentum = {setting.momentum} stretches the displacement that mu is "

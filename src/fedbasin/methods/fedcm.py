@@ -14,6 +14,7 @@ evens it out). Weight decay is not mixed by alpha but enters M, so its pull sett
 the configured one (docs/methods/fedwcm.md measures it). |M| is in the record. FL-Simulator
 divides by E n_i / B (epochs, rows, batch) instead of K_i (`counted`): with a last batch that is not
 full M+ = A (alpha gbar + (1 - alpha) M), A = K_i B / (E n_i) > 1.
+Adaptive optimisers on clients are refused: d_i / (eta K_i) is no gradient then.
 
 Departures from the paper: it writes w+ = w - eta_g' M+, ours with eta_g' = eta K; K_i counts as
 FedNova's a_i under local SGD momentum, where d_i / (eta K_i) would grow without bound.
@@ -62,6 +63,7 @@ class FedCMNotes(NamedTuple):
     "method",
     paper="Xu et al., 2021",
     url="https://arxiv.org/abs/2106.10874",
+    needs=("plain_sgd",),
     is_fedavg_when={"alpha": 1.0, "server_lr": 1.0},
     down=2.0,
 )

@@ -12,7 +12,8 @@ of another objective; here it is not, up to O(eta). With equal a_i it is FedAvg.
 a_i follows from K_i, the local momentum and the proximal rules, so `fednova(local=prox(mu=0.1))`
 is normalised as the paper says. With momentum and a proximal term at once it is
 l <- rho l + 1 - eta mu a, a <- a + l, exact for our local step; the authors' code adds two counters
-there. Server momentum is `fedavgm(fednova)`.
+there. Server momentum is `fedavgm(fednova)`. Adaptive optimisers on clients are refused: their
+steps have no a_i.
 
 Departures from the paper: the one above. The authors' code takes tau = sum_i p_i K_i where there is
 a proximal term (``effective="steps"``). Weight decay is left out of a_i, as in the paper.
@@ -31,7 +32,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.rule import Rules
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.step import SGD
+from fedbasin.local.optimisers import SGD
 
 
 class FedNovaNotes(NamedTuple):
@@ -45,6 +46,7 @@ class FedNovaNotes(NamedTuple):
     "method",
     paper="Wang et al., NeurIPS 2020",
     url="https://arxiv.org/abs/2007.07481",
+    needs=("plain_sgd",),
     is_fedavg_when="never: only while all clients of a cohort do the same amount of work",
 )
 @dataclass(frozen=True)
@@ -81,6 +83,6 @@ class FedNova(Method):
         pull = sum(rule.pull for rule in self.rules()) * context.lr
         if not pull:
             return replies.lengths
-        sgd = SGD(context.momentum)
-        found = [sgd.length(int(steps), pull) for steps in replies.steps.tolist()]
-        return torch.tensor(found, dtype=torch.float64, device=replies.models.device)
+        count = context.effective_steps or SGD().effective_steps
+        lengths = [count(int(steps), pull) for steps in replies.steps.tolist()]
+        return torch.tensor(lengths, dtype=torch.float64, device=replies.models.device)

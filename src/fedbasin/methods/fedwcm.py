@@ -20,7 +20,8 @@ TV(a, b) = |a - b|_1 / 2 and the imbalance I(a) = TV(a, u) / (1 - 1/C), I = I(D)
                  "scores"     alpha_{r+1} = alpha + kappa I max(0, mean s - mean_S s) / std s
                  "fixed"      alpha_{r+1} = alpha
 
-with alpha_{r+1} kept within [alpha, alpha_max]. Where I = 0 the defaults are FedCM.
+with alpha_{r+1} kept within [alpha, alpha_max]. Where I = 0 the defaults are FedCM. Adaptive
+optimisers on clients are refused: (x - y_k) / (eta B_k) is no gradient then.
 
 PAPER: the client step, alpha_0 = 0.1, the softmax, one score for each client computed once from D,
 T that grows as data get balanced, FedWCM-X. RECONSTRUCTION: every formula of the list above, since
@@ -159,7 +160,7 @@ class FedWCMNotes(NamedTuple):
     "method",
     paper="Li et al., ICPP 2025",
     url="https://arxiv.org/abs/2507.14980",
-    needs=("class_counts",),
+    needs=("class_counts", "plain_sgd"),
     is_fedavg_when=dict(tau=inf, momentum="fixed", alpha=1.0, unequal=False, server_lr=1.0),
     down=2.0,
 )

@@ -5,7 +5,7 @@ r"""MoFedSAM: FedCM whose clients take their gradients a little way uphill.
              M+ = - sum_i p_i d_i / (eta K_i),       M_0 = 0
 
 The same as `fedcm(alpha, local=sam(rho))`: the perturbation acts inside the mixture. What FedCM's
-file says about unequal steps and weight decay holds here too.
+file says about unequal steps, weight decay and adaptive optimisers holds here too.
 
 Departures from the paper: those of FedCM. A public copy drops alpha before g(v + e); ours has it.
 Cost: two models down (w, M), one up; two backward passes a step; one model on the server.
@@ -50,6 +50,7 @@ class MoFedSAMNotes(NamedTuple):
     "method",
     paper="Qu et al., ICML 2022",
     url="https://arxiv.org/abs/2206.02618",
+    needs=("plain_sgd",),
     is_fedavg_when={"rho": 0.0, "alpha": 1.0, "server_lr": 1.0},
     down=2.0,
 )

@@ -8,8 +8,8 @@ r"""SCAFFOLD: control variates that cancel the drift of clients.
 
 Under plain SGD, option "steps" is the paper's option II,
 c_i+ = c_i - c + (x - y_i) / (K_i eta). That formula is wrong under local momentum, weight
-decay or clipping, so the gradients themselves are accumulated; they agree where the formula
-holds. Option "full" is the paper's option I.
+decay, clipping or an adaptive optimiser, so the gradients themselves are accumulated; they agree
+where the formula holds. Option "full" is the paper's option I.
 
 Departures from the paper: the accumulation above; sample weights p_i are selectable (the
 paper is uniform, our default), while c is always the plain mean over all N clients.
@@ -28,7 +28,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Finish, Gradient, LocalRule, Look, Rules, Setting, Start
+from fedbasin.core.rule import Finish, Gradient, LocalRule, Look, Rules, Setting, Start, rescaled
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.step import other_loss, summed_gradient
 
@@ -87,7 +87,8 @@ class ControlVariates(LocalRule):
         return raw + carry.correction, ControlCarry(carry.correction, carry.total + raw)
 
     def cautions(self, setting: Setting) -> Iterator[str]:
-        """Name what local momentum does to a constant correction."""
+        """Name what local momentum and an adaptive optimiser do to a constant correction."""
+        yield from rescaled(setting, "the correction c - c_i")
         if setting.momentum:
             yield (
                 f"local.momentum = {setting.momentum} makes the correction c - c_i "

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.archive import Archive
-from fedbasin.core.rule import LocalRule
 from fedbasin.core.tree import count_bytes, flatten, mapped, rebuild, row, stack, tensors
 
 _DEVICE_SHARE = 1 / 16  # of a GPU's memory that states may take
@@ -34,11 +33,11 @@ class Kept:
 
 
 class ClientStates:
-    """Own states of all clients; a client that never took part has the rules' zero state.
+    """Own states of all clients; a client that never took part has the zero state.
 
     Args:
-        rules: what clients do beyond SGD.
-        vector: a model, for the size and the device of states.
+        zero: the state before a client's first round (`Trainer.zero_state`).
+        vector: a model, for the device of states.
         clients: how many clients there are, N.
         limit: most bytes of main memory that the states of N clients may take.
         archive: files for them beyond that; without, they stay in main memory.
@@ -46,14 +45,14 @@ class ClientStates:
 
     def __init__(
         self,
-        rules: tuple[LocalRule, ...],
+        zero: tuple[Any, ...],
         vector: Tensor,
         *,
         clients: int = 0,
         limit: float = math.inf,
         archive: Archive | None = None,
     ) -> None:
-        self._zero = tuple(rule.own(vector) for rule in rules)
+        self._zero = zero
         self._device = vector.device
         self._rounds: dict[int, int] = {}  # when each client last took part
         self._held: dict[int, tuple[Any, ...]] = {}  # their states, unless these lie in files
@@ -65,7 +64,7 @@ class ClientStates:
 
     @property
     def where(self) -> Literal["none", "device", "memory", "disk"]:
-        """Where states lie; none where the rules keep nothing."""
+        """Where states lie; none where clients keep nothing."""
         if not tensors(self._zero):
             return "none"
         if self._archive is not None:
@@ -73,7 +72,7 @@ class ClientStates:
         return "memory" if self._home.type == "cpu" else "device"
 
     def get(self, client: int) -> tuple[Any, ...]:
-        """Return a client's own state on the device, one entry for each rule."""
+        """Return a client's own state on the device."""
         if client not in self._rounds:
             return self._zero
         if self._archive is None:

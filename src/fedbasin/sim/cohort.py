@@ -172,6 +172,10 @@ class CohortExecutor(Executor):
         )
         return Probe(found, people.weights(cohort))
 
+    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
+        """Return what a client keeps before its first round."""
+        return self.trainer.zero_state(vector)
+
     def facts(self) -> dict[str, Any]:
         """Name the executor, how many shapes it compiled, and how little it wasted."""
         return {
@@ -197,10 +201,10 @@ class CohortExecutor(Executor):
             torch.func.vmap(lambda s, r=rule: r.begin(s, trainer.net), in_dims=(dims,))(start)
             for rule, (start, dims) in zip(trainer.rules, starts, strict=True)
         ]
-        count, size = len(clients), sent.vector.numel()
+        count = len(clients)
         point = Point(
-            sent.vector.expand(count, size),
-            sent.vector.new_zeros(count, size if trainer.sgd.momentum else 0),
+            sent.vector.expand(count, -1),
+            own[-1] if trainer.keep_optimiser else self._fresh(sent.vector, count),
             sent.buffers.expand(count, -1),
             tuple(begin),
         )
@@ -225,13 +229,21 @@ class CohortExecutor(Executor):
             steps=course.limit.to(torch.float64),
             lr_sum=course.limit.to(torch.float64) * plan.lr,
             lengths=torch.tensor(
-                [trainer.sgd.length(int(k)) for k in steps], dtype=torch.float64, device=device
+                [trainer.length(int(k)) for k in steps], dtype=torch.float64, device=device
             ),
             last_loss=progress.sums[:, 2] / progress.sums[:, 3].clamp(min=1),
             reports=tuple(report for _, report in ends),
         )
         losses = progress.sums[:, 0] / progress.sums[:, 1].clamp(min=1)
-        return _Part(replies, progress.point.buffers, tuple(own for own, _ in ends), losses)
+        kept = tuple(state for state, _ in ends)
+        if trainer.keep_optimiser:
+            kept = (*kept, progress.point.state)
+        return _Part(replies, progress.point.buffers, kept, losses)
+
+    def _fresh(self, vector: Tensor, count: int) -> Any:
+        """Return the optimiser's first state for so many clients."""
+        state = self.trainer.optimiser.init(vector)
+        return mapped(lambda leaf: leaf.expand(count, *leaf.shape), state)
 
     def _course(
         self, clients: np.ndarray, steps: np.ndarray, sent: Sent, plan: Plan
@@ -281,7 +293,8 @@ class CohortExecutor(Executor):
         counts = self.population.class_counts_of(course.clients, trainer.classes)
         now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
         found = []
-        for rule, shared, mine in zip(trainer.rules, sent.shared, own, strict=True):
+        kept = own[: len(trainer.rules)]
+        for rule, shared, mine in zip(trainer.rules, sent.shared, kept, strict=True):
             start = Start(
                 vector=sent.vector,
                 shared=shared,
@@ -360,7 +373,8 @@ class CohortExecutor(Executor):
                 net=trainer.net,
                 task=trainer.task,
                 rules=trainer.rules,
-                sgd=trainer.sgd,
+                optimiser=trainer.optimiser,
+                clip=trainer.clip,
                 differentiate=by_transform,
             )
 

@@ -46,6 +46,10 @@ class Executor(Protocol):
         """Return the cohort's full gradients at the model it was sent."""
         ...
 
+    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
+        """Return what a client keeps before its first round."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """Return what a run's summary says about the executor."""
         ...
@@ -84,6 +88,10 @@ class LoopExecutor(Executor):
         shards = [self.population.shard(int(client)) for client in cohort]
         gradients = [self.trainer.full_gradient(s, sent.vector, sent.buffers) for s in shards]
         return Probe(torch.stack(gradients), self.population.weights(cohort))
+
+    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
+        """Return what a client keeps before its first round."""
+        return self.trainer.zero_state(vector)
 
     def facts(self) -> dict[str, Any]:
         """Name the executor."""

@@ -28,14 +28,13 @@ def client_bytes(trainer: Trainer, population: Population, vector: Tensor) -> in
     """Estimate what one client takes while a cohort advances.
 
     Its model, gradient, direction and next model, twice for a captured graph's own copy; its
-    momentum and what rules keep; and what the backward pass needs of the forward pass.
+    optimiser's state and what it keeps between rounds; and what the backward pass needs of the
+    forward pass.
     """
     model = count_bytes(vector)
-    rules = sum(count_bytes(rule.own(vector)) for rule in trainer.rules)
-    momentum = model if trainer.sgd.momentum else 0
-    return (
-        5 * model + 3 * momentum + 3 * rules + int(1.5 * _saved_bytes(trainer, population, vector))
-    )
+    kept = count_bytes(trainer.zero_state(vector))
+    state = count_bytes(trainer.optimiser.init(vector))
+    return 5 * model + 3 * state + 3 * kept + int(1.5 * _saved_bytes(trainer, population, vector))
 
 
 def _saved_bytes(trainer: Trainer, population: Population, vector: Tensor) -> int:

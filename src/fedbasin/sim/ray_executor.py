@@ -87,14 +87,14 @@ class Worker:
         trainer = replace(setup.trainer, net=setup.trainer.net.on(device))
         inputs, labels = (shared_tensor(a).to(device) for a in (setup.inputs, setup.labels))
         population = Population(inputs, labels, setup.offsets)
-        self._rules, self._device = trainer.rules, device
+        self._trainer, self._device = trainer, device
         self._engine = setup.engine(trainer, population, setup.key)
         return Ready(str(self._engine.facts()["executor"]), versions())
 
     def train(self, clients: np.ndarray, own: Any, sent: Sent, plan: Plan) -> tuple[Rows, float]:
         """Train a shard; return what its clients send back, and their mean training loss."""
         sent, own = _tensors(sent, self._device), _tensors(own, self._device)
-        states = ClientStates(self._rules, sent.vector)
+        states = ClientStates(self._trainer.zero_state(sent.vector), sent.vector)
         states.put(clients.tolist(), [row(own, i) for i in range(len(clients))], sent.round)
         gathered = self._engine.train(clients, sent, plan, states)
         rows = Rows(gathered.replies, gathered.buffers, stack(gathered.own))
@@ -132,7 +132,7 @@ class RayExecutor(Executor):
         retries: int = 3,
         patience: float = 120.0,
     ) -> None:
-        self._sizes, self._batch = population.sizes, trainer.batch
+        self._sizes, self._trainer = population.sizes, trainer
         self._retries, self._patience, self._lost = retries, patience, 0
         self._workers: list[Any] = []
         self._joined = not ray.is_initialized()  # else the cluster is the caller's to leave
@@ -160,7 +160,9 @@ class RayExecutor(Executor):
 
     def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
         """Deal the clients of a cohort to the workers and join what they send back."""
-        steps = np.array([count_steps(plan, int(n), self._batch) for n in self._sizes[cohort]])
+        steps = np.array(
+            [count_steps(plan, int(n), self._trainer.batch) for n in self._sizes[cohort]]
+        )
         common = ray.put(_arrays(sent))
 
         def submit(worker: Any, shard: np.ndarray) -> Any:
@@ -183,6 +185,10 @@ class RayExecutor(Executor):
         )
         found: Probe = _joined(parts, places, sent.vector.device)
         return found
+
+    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
+        """Return what a client keeps before its first round."""
+        return self._trainer.zero_state(vector)
 
     def facts(self) -> dict[str, Any]:
         """Name the executor, its cluster and workers, what they run, and how many were lost."""

@@ -98,7 +98,7 @@ class Federation:
         vector, buffers = self.test.net.initial()
         state = self.method.init(vector, self.context)
         states = ClientStates(
-            self.method.rules(),
+            self.executor.zero_state(vector),
             vector,
             clients=self.context.clients,
             limit=self.client_memory,

@@ -104,6 +104,10 @@ class WorkerExecutor:
         """Return the cohort's full gradients, found in this process: one pass over its rows."""
         return LoopExecutor(self.trainer, self.population, self.key).probe(cohort, sent)
 
+    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
+        """Return what a client keeps before its first round."""
+        return self.trainer.zero_state(vector)
+
     def facts(self) -> dict[str, Any]:
         """Name the executor and its processes."""
         return {"executor": "workers", "workers": self.workers}
