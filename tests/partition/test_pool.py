@@ -48,7 +48,12 @@ def test_impossible_partitions_are_refused(clients, message):
         (([], 3), "labels is empty"),
         (([0.5, 1.0], 3), "labels has shape .* float64: give one integer"),
         (([[0, 1]], 3), "labels has shape"),
-        (([0, 1], 0), "classes is 0"),
+        (([0, 1], -1), "classes is -1: give a whole number, at least 0"),
+        ((["a", "b"], 0), "labels has shape .* give one number a row"),
+        (([[[0.5]]], 0), r"labels has shape \(1, 1, 1\)"),
+        (([0.5, np.nan], 0), "labels holds NaN or infinity: remove such rows"),
+        (([], 0), "labels is empty"),
+        (([0.5, 1.5], 0, [1]), "groups has 1 entries for 2 rows"),
         (([0, 1], 2, [1]), "groups has 1 entries for 2 rows"),
         (([0, 1], 2, [0.1, 0.2]), "groups has shape"),
     ],
@@ -60,6 +65,16 @@ def test_impossible_pools_are_refused(arguments, message):
 
 def test_labels_of_any_integer_type_become_int64():
     assert Pool(np.array([0, 1], dtype=np.uint8), 2).labels.dtype == np.int64
+
+
+def test_targets_without_classes_are_kept_as_they_are():
+    targets = np.array([[0.5, 1], [-3, 0], [2, 1]], np.float32)
+    pool = Pool(targets, groups=np.array([4, 5, 4]))
+    assert pool.classes == 0 and pool.rows == 3 and pool.labels is targets
+    some = pool.only(np.array([2, 0]))
+    assert some.labels.tolist() == [[2, 1], [0.5, 1]] and some.groups.tolist() == [4, 4]
+    with pytest.raises(ValueError, match=r"groups is None: natural .*use size_dirichlet\(alpha"):
+        Pool(targets).needed_groups("natural")
 
 
 def test_only_keeps_labels_and_groups_of_the_rows_named():
