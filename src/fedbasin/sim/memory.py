@@ -47,7 +47,7 @@ def _saved_bytes(trainer: Trainer, population: Population, vector: Tensor) -> in
         return tensor
 
     raw = population.inputs[:1].expand(trainer.batch, *population.inputs.shape[1:])
-    labels = population.labels[:1].expand(trainer.batch)
+    labels = population.labels[:1].expand(trainer.batch, *population.labels.shape[1:])
     leaf = vector.detach().requires_grad_()
     inputs = trainer.transform(raw, None)
     batch = Batch(
