@@ -158,6 +158,35 @@ def test_mistakes_are_one_sentence_and_leave_nothing_behind(toy_data, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("clients", [4, 30])
+def test_without_classes_sizes_are_shown(tmp_path, clients):
+    how = "quantiles(dirichlet(alpha=0.2, minimum=1))"
+    result = run("diabetes", how, "--clients", clients, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    table = pd.read_csv(tmp_path / "partition.csv")
+    assert list(table.columns) == ["client", "rows"]
+    assert table["rows"].sum() == 354 and len(table) == clients
+    assert "354 of 354 rows held" in result.output and "effective" not in result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    if clients == 4:
+        assert ["3", str(table["rows"][3])] in lines
+    else:
+        assert any(line[:1] == ["rows"] and line[1] == str(table["rows"].min()) for line in lines)
+    assert has_colour(tmp_path / "partition.png", "#332288")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dirichlet(alpha=0.1)"], "dirichlet needs classes, and the targets have none: write"),
+        (["iid", "--imbalance", "0.5"], "the targets of diabetes have no classes: leave it out"),
+    ],
+)
+def test_what_needs_classes_says_so(tmp_path, arguments, message):
+    result = run("diabetes", *arguments, "--out", tmp_path / "out")
+    assert message in str(result.exception) and not (tmp_path / "out").exists()
+
+
 def pixels(path):
     with Image.open(path) as picture:
         return np.asarray(picture.convert("RGB")).reshape(-1, 3)
@@ -188,6 +217,14 @@ def test_figure_of_any_size_is_drawn(tmp_path, clients, classes):
         assert picture.size[1] == 900 and 1000 <= picture.size[0] <= 2000
     colours = np.unique(pixels(path).astype(np.int64) @ [1 << 16, 1 << 8, 1])
     assert len(colours) > classes
+
+
+@pytest.mark.parametrize("clients", [1, 40, 700])
+def test_figure_without_classes_is_one_bar_a_client(tmp_path, clients):
+    counts = np.arange(clients)[:, None]
+    path = partition_figure(counts, (), tmp_path / "x.png")
+    assert has_colour(path, "#332288") == (clients > 1)
+    assert not has_colour(path, "#88CCEE")
 
 
 def test_figure_orders_many_clients_by_class_with_empty_ones_last():

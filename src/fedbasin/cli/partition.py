@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import typer
 from rich import box
 from rich.console import Console
@@ -18,7 +19,6 @@ from fedbasin.core.record import write_atomically
 from fedbasin.data import load
 from fedbasin.partition import Partition, Pool, longtail
 from fedbasin.partition.measures import classes_held, distance_from_global, effective_classes
-from fedbasin.partition.pool import Ints
 from fedbasin.report.partition_figure import partition_figure
 
 _MOST_LISTED = 20  # more clients than this are summarised
@@ -42,6 +42,8 @@ def partition(
 ) -> None:
     """Show how a dataset would be shared out: sizes, class counts and a picture.
 
+    Where targets have no classes, sizes alone are shown.
+
     A run with the same data, partition, seed and imbalance (and no proxy set, rows held out or
     corrupted clients) uses this very split.
     """
@@ -52,26 +54,37 @@ def partition(
     pool = Pool(dataset.train.labels, len(dataset.classes), dataset.train.groups)
     rows, title = pool.rows, f"{data}, {choice}, {clients:,} clients, seed {seed}"
     if imbalance != 1:
+        if not pool.classes:
+            raise ValueError(
+                f"imbalance is {imbalance}, and the targets of {data} have no classes: leave it out"
+            )
         rng = root(seed).fold("longtail").numpy()
         pool = pool.only(longtail(pool.labels, pool.classes, imbalance, rng))
         title += f", imbalance {imbalance:g}"
     shared = choice(pool, clients, root(seed).fold("partition").numpy())
     counts = shared.counts(pool.labels, pool.classes)
+    held = Holdings(dataset.classes, counts, rows=shared.sizes())
     console = Console()
     if clients <= _MOST_LISTED:
-        console.print(_listing(counts, dataset.classes, title, console.width))
+        console.print(_listing(held, title, console.width))
     else:
-        console.print(_summary(counts, title))
-    console.print(_totals(shared, counts, rows), highlight=False)
+        console.print(_summary(held, title))
+    console.print(_totals(shared, rows), highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     table = out / "partition.csv"
-    write_atomically(table, Holdings(dataset.classes, counts).to_csv())
-    figure = partition_figure(counts, dataset.classes, out / "partition.png", title)
+    write_atomically(table, held.to_csv())
+    figure = partition_figure(held.stacked, held.classes, out / "partition.png", title)
     console.print(f"wrote {table} and {figure}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _listing(counts: Ints, class_names: tuple[str, ...], title: str, width: int) -> Table:
+def _listing(held: Holdings, title: str, width: int) -> Table:
     """List every client; where the classes do not fit, only those it holds most of."""
+    counts, class_names = held.counts, held.classes
+    if not class_names:
+        table = _table(title, ["client", "rows"])
+        for client, size in enumerate(held.sizes.tolist()):
+            table.add_row(str(client), str(size))
+        return table
     room = (width - 20) // len(class_names) - 2
     if len(class_names) <= _MOST_COLUMNS and room >= len(str(counts.max())):
         # Names give way so that counts are never cut; the CSV file has them in full.
@@ -88,17 +101,16 @@ def _listing(counts: Ints, class_names: tuple[str, ...], title: str, width: int)
     return table
 
 
-def _summary(counts: Ints, title: str) -> Table:
+def _summary(held: Holdings, title: str) -> Table:
     """Describe many clients by quantiles; those without rows count only among the sizes."""
     table = _table(title, ["per client", "min", "10 %", "median", "90 %", "max", "mean"])
     table.columns[0].justify = "left"
-    held = counts[counts.sum(axis=1) > 0]
-    lines = {
-        "rows": (counts.sum(axis=1), ".0f"),
-        "classes held": (classes_held(held), ".0f"),
-        "effective classes": (effective_classes(held), ".2f"),
-        "distance from global": (distance_from_global(held), ".3f"),
-    }
+    lines: dict[str, tuple[npt.NDArray[Any], str]] = {"rows": (held.sizes, ".0f")}
+    if held.classes:
+        counts = held.counts[held.sizes > 0]
+        lines["classes held"] = (classes_held(counts), ".0f")
+        lines["effective classes"] = (effective_classes(counts), ".2f")
+        lines["distance from global"] = (distance_from_global(counts), ".3f")
     for name, (values, form) in lines.items():
         marks = np.quantile(values, [0, 0.1, 0.5, 0.9, 1])
         table.add_row(name, *(f"{mark:{form}}" for mark in marks), f"{values.mean():.2f}")
@@ -113,8 +125,8 @@ def _table(title: str, columns: list[str]) -> Table:
     return table
 
 
-def _totals(shared: Partition, counts: Ints, rows: int) -> str:
-    dealt, empty = int(counts.sum()), int((counts.sum(axis=1) == 0).sum())
+def _totals(shared: Partition, rows: int) -> str:
+    dealt, empty = len(shared.order), int((shared.sizes() == 0).sum())
     held, pooled = len(np.unique(shared.order)), shared.rows
     parts = [f"{held:,} of {rows:,} rows held"]
     parts += [f"{dealt - held:,} held again"] if held < dealt else []
