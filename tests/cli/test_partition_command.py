@@ -8,6 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fedbasin.cli.partition as command
+from fedbasin.core.expressions import parse
 from fedbasin.core.rng import root
 from fedbasin.data import Dataset, Rows, load
 from fedbasin.partition import Pool, dirichlet, longtail, natural
@@ -168,11 +169,34 @@ def test_without_classes_sizes_are_shown(tmp_path, clients):
     assert table["rows"].sum() == 354 and len(table) == clients
     assert "354 of 354 rows held" in result.output and "effective" not in result.output
     lines = [line.split() for line in result.output.splitlines()]
+    target = load("diabetes").train.labels
+    rng = root(0).fold("partition").numpy()
+    split = parse(how)(Pool(target), clients, rng)
+    means = [target[mine].astype(float).mean() for mine in split.clients]
     if clients == 4:
-        assert ["3", str(table["rows"][3])] in lines
+        assert ["3", str(table["rows"][3]), f"{means[3]:.4g}"] in lines
     else:
+        marks = [f"{mark:.4g}" for mark in np.quantile(means, [0, 0.1, 0.5, 0.9, 1])]
+        assert ["mean", "target", *marks, f"{np.mean(means):.2f}"] in lines
         assert any(line[:1] == ["rows"] and line[1] == str(table["rows"].min()) for line in lines)
     assert has_colour(tmp_path / "partition.png", "#332288")
+
+
+@pytest.mark.parametrize("clients", [3, 25])
+def test_every_target_has_a_mean_and_clients_without_rows_none(toy_data, tmp_path, clients):
+    targets = np.arange(4, dtype=np.float32).reshape(2, 2)
+    rows = Rows(np.zeros((2, 1), np.float32), targets)
+    toy_data(Dataset("toy", "table", rows, rows, ()))
+    result = run("toy", "iid", "--clients", clients, "--out", tmp_path)
+    lines = [line.split() for line in result.output.splitlines()]
+    if clients == 3:
+        assert ["client", "rows", "mean", "of", "0", "mean", "of", "1"] in lines
+        assert ["2", "0", "·", "·"] in lines
+        shown = sorted(line[2:] for line in lines if line[:2] in (["0", "1"], ["1", "1"]))
+        assert shown == [["0", "1"], ["2", "3"]]
+    else:
+        assert ["mean", "of", "1", "1", "1.2", "2", "2.8", "3", "2.00"] in lines
+    assert "nan" not in result.output
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,12 @@ from hypothesis import strategies as st
 from scipy.stats import entropy
 
 from fedbasin.partition import Partition, Pool, iid
-from fedbasin.partition.measures import classes_held, distance_from_global, effective_classes
+from fedbasin.partition.measures import (
+    classes_held,
+    distance_from_global,
+    effective_classes,
+    mean_targets,
+)
 from fedbasin.partition.pool import cut, even
 
 
@@ -149,6 +154,22 @@ def test_measures_against_scipy_and_a_loop(clients, classes, seed):
         assert effective_classes(counts)[k] == pytest.approx(np.exp(entropy(row)))
         gap = sum(abs(row[c] / row.sum() - total[c] / total.sum()) for c in range(classes)) / 2
         assert distance_from_global(counts)[k] == pytest.approx(gap)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 999))
+def test_mean_targets_against_a_loop(clients, columns, seed):
+    rng = np.random.default_rng(seed)
+    targets = rng.normal(size=(20, columns) if columns else 20).astype(np.float32)
+    sizes = rng.multinomial(15, np.ones(clients) / clients)
+    split = cut(rng.permutation(20)[:15], sizes, 20)
+    found = mean_targets(Pool(targets), split)
+    assert found.shape == (clients, max(columns, 1))
+    for row, mine in zip(found, split.clients, strict=True):
+        if len(mine):
+            assert row == pytest.approx(np.atleast_1d(targets[mine].astype(float).mean(axis=0)))
+        else:
+            assert np.isnan(row).all()
 
 
 def test_a_split_that_holds_nothing_has_no_measures():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,13 @@ from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import write_atomically
 from fedbasin.data import load
 from fedbasin.partition import Partition, Pool, longtail
-from fedbasin.partition.measures import classes_held, distance_from_global, effective_classes
+from fedbasin.partition.measures import (
+    classes_held,
+    distance_from_global,
+    effective_classes,
+    mean_targets,
+)
+from fedbasin.partition.pool import Floats, Ints
 from fedbasin.report.partition_figure import partition_figure
 
 _MOST_LISTED = 20  # more clients than this are summarised
@@ -42,7 +49,7 @@ def partition(
 ) -> None:
     """Show how a dataset would be shared out: sizes, class counts and a picture.
 
-    Where targets have no classes, sizes alone are shown.
+    Where targets have no classes, sizes and mean targets are shown.
 
     A run with the same data, partition, seed and imbalance (and no proxy set, rows held out or
     corrupted clients) uses this very split.
@@ -65,10 +72,12 @@ def partition(
     counts = shared.counts(pool.labels, pool.classes)
     held = Holdings(dataset.classes, counts, rows=shared.sizes())
     console = Console()
-    if clients <= _MOST_LISTED:
-        console.print(_listing(held, title, console.width))
+    if not dataset.classes:
+        console.print(_targets(held, mean_targets(pool, shared), title))
+    elif clients <= _MOST_LISTED:
+        console.print(_listing(counts, dataset.classes, title, console.width))
     else:
-        console.print(_summary(held, title))
+        console.print(_summary(counts, title))
     console.print(_totals(shared, rows), highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     table = out / "partition.csv"
@@ -77,14 +86,8 @@ def partition(
     console.print(f"wrote {table} and {figure}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _listing(held: Holdings, title: str, width: int) -> Table:
+def _listing(counts: Ints, class_names: tuple[str, ...], title: str, width: int) -> Table:
     """List every client; where the classes do not fit, only those it holds most of."""
-    counts, class_names = held.counts, held.classes
-    if not class_names:
-        table = _table(title, ["client", "rows"])
-        for client, size in enumerate(held.sizes.tolist()):
-            table.add_row(str(client), str(size))
-        return table
     room = (width - 20) // len(class_names) - 2
     if len(class_names) <= _MOST_COLUMNS and room >= len(str(counts.max())):
         # Names give way so that counts are never cut; the CSV file has them in full.
@@ -101,16 +104,39 @@ def _listing(held: Holdings, title: str, width: int) -> Table:
     return table
 
 
-def _summary(held: Holdings, title: str) -> Table:
+def _summary(counts: Ints, title: str) -> Table:
     """Describe many clients by quantiles; those without rows count only among the sizes."""
+    held = counts[counts.sum(axis=1) > 0]
+    return _quantiles(
+        title,
+        {
+            "rows": (counts.sum(axis=1), ".0f"),
+            "classes held": (classes_held(held), ".0f"),
+            "effective classes": (effective_classes(held), ".2f"),
+            "distance from global": (distance_from_global(held), ".3f"),
+        },
+    )
+
+
+def _targets(held: Holdings, means: Floats, title: str) -> Table:
+    """Show clients of targets without classes: their rows, and the means of the first targets."""
+    names = (
+        ["mean target"] if means.shape[1] == 1 else [f"mean of {k}" for k in range(len(means.T))]
+    )
+    shown = list(zip(names, means.T, strict=True))[:_MOST_COLUMNS]
+    if len(means) > _MOST_LISTED:
+        lines = {name: (values[~np.isnan(values)], ".4g") for name, values in shown}
+        return _quantiles(title, {"rows": (held.sizes, ".0f"), **lines})
+    table = _table(title, ["client", "rows", *(name for name, _ in shown)])
+    for client, size in enumerate(held.sizes.tolist()):
+        cells = [f"{values[client]:.4g}" if size else "·" for _, values in shown]
+        table.add_row(str(client), str(size), *cells)
+    return table
+
+
+def _quantiles(title: str, lines: Mapping[str, tuple[npt.NDArray[Any], str]]) -> Table:
     table = _table(title, ["per client", "min", "10 %", "median", "90 %", "max", "mean"])
     table.columns[0].justify = "left"
-    lines: dict[str, tuple[npt.NDArray[Any], str]] = {"rows": (held.sizes, ".0f")}
-    if held.classes:
-        counts = held.counts[held.sizes > 0]
-        lines["classes held"] = (classes_held(counts), ".0f")
-        lines["effective classes"] = (effective_classes(counts), ".2f")
-        lines["distance from global"] = (distance_from_global(counts), ".3f")
     for name, (values, form) in lines.items():
         marks = np.quantile(values, [0, 0.1, 0.5, 0.9, 1])
         table.add_row(name, *(f"{mark:{form}}" for mark in marks), f"{values.mean():.2f}")
