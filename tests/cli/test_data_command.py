@@ -4,7 +4,7 @@ from data.making import usps
 from typer.testing import CliRunner
 
 from fedbasin.cli import data as command
-from fedbasin.data import hub
+from fedbasin.data import hub, load
 
 
 @pytest.fixture
@@ -84,6 +84,17 @@ def test_info_shows_source_sizes_and_class_counts(run, place):
 def test_digits_need_no_fetching(run):
     assert "nothing to fetch" in run("fetch", "digits", mirror=False).stdout
     assert "1,442 train, 355 test" in run("info", "digits", mirror=False).stdout
+
+
+def test_targets_without_classes_are_shown_by_their_range(run):
+    listed = line(run("list"), "diabetes")
+    assert listed[:4] == ["diabetes", "354/88", "-", "10"]
+    shown = run("info", "diabetes", mirror=False).stdout
+    assert "354 train, 88 test" in shown and "none" in line(run("info", "diabetes"), "classes")
+    target = load("diabetes").test.labels
+    numbers = [f"{n:.4g}" for n in (target.min(), target.mean(), target.max(), target.std())]
+    rows = [[cell for cell in row.split() if cell != "│"] for row in shown.splitlines()]
+    assert ["0", "test", *numbers] in rows
 
 
 @pytest.mark.parametrize(

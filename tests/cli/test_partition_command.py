@@ -8,6 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fedbasin.cli.partition as command
+from fedbasin.core.expressions import parse
 from fedbasin.core.rng import root
 from fedbasin.data import Dataset, Rows, load
 from fedbasin.partition import Pool, dirichlet, longtail, natural
@@ -158,6 +159,58 @@ def test_mistakes_are_one_sentence_and_leave_nothing_behind(toy_data, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("clients", [4, 30])
+def test_without_classes_sizes_are_shown(tmp_path, clients):
+    how = "quantiles(dirichlet(alpha=0.2, minimum=1))"
+    result = run("diabetes", how, "--clients", clients, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    table = pd.read_csv(tmp_path / "partition.csv")
+    assert list(table.columns) == ["client", "rows"]
+    assert table["rows"].sum() == 354 and len(table) == clients
+    assert "354 of 354 rows held" in result.output and "effective" not in result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    target = load("diabetes").train.labels
+    rng = root(0).fold("partition").numpy()
+    split = parse(how)(Pool(target), clients, rng)
+    means = [target[mine].astype(float).mean() for mine in split.clients]
+    if clients == 4:
+        assert ["3", str(table["rows"][3]), f"{means[3]:.4g}"] in lines
+    else:
+        marks = [f"{mark:.4g}" for mark in np.quantile(means, [0, 0.1, 0.5, 0.9, 1])]
+        assert ["mean", "target", *marks, f"{np.mean(means):.2f}"] in lines
+        assert any(line[:1] == ["rows"] and line[1] == str(table["rows"].min()) for line in lines)
+    assert has_colour(tmp_path / "partition.png", "#332288")
+
+
+@pytest.mark.parametrize("clients", [3, 25])
+def test_every_target_has_a_mean_and_clients_without_rows_none(toy_data, tmp_path, clients):
+    targets = np.arange(4, dtype=np.float32).reshape(2, 2)
+    rows = Rows(np.zeros((2, 1), np.float32), targets)
+    toy_data(Dataset("toy", "table", rows, rows, ()))
+    result = run("toy", "iid", "--clients", clients, "--out", tmp_path)
+    lines = [line.split() for line in result.output.splitlines()]
+    if clients == 3:
+        assert ["client", "rows", "mean", "of", "0", "mean", "of", "1"] in lines
+        assert ["2", "0", "·", "·"] in lines
+        shown = sorted(line[2:] for line in lines if line[:2] in (["0", "1"], ["1", "1"]))
+        assert shown == [["0", "1"], ["2", "3"]]
+    else:
+        assert ["mean", "of", "1", "1", "1.2", "2", "2.8", "3", "2.00"] in lines
+    assert "nan" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dirichlet(alpha=0.1)"], "dirichlet needs classes, and the targets have none: write"),
+        (["iid", "--imbalance", "0.5"], "the targets of diabetes have no classes: leave it out"),
+    ],
+)
+def test_what_needs_classes_says_so(tmp_path, arguments, message):
+    result = run("diabetes", *arguments, "--out", tmp_path / "out")
+    assert message in str(result.exception) and not (tmp_path / "out").exists()
+
+
 def pixels(path):
     with Image.open(path) as picture:
         return np.asarray(picture.convert("RGB")).reshape(-1, 3)
@@ -188,6 +241,14 @@ def test_figure_of_any_size_is_drawn(tmp_path, clients, classes):
         assert picture.size[1] == 900 and 1000 <= picture.size[0] <= 2000
     colours = np.unique(pixels(path).astype(np.int64) @ [1 << 16, 1 << 8, 1])
     assert len(colours) > classes
+
+
+@pytest.mark.parametrize("clients", [1, 40, 700])
+def test_figure_without_classes_is_one_bar_a_client(tmp_path, clients):
+    counts = np.arange(clients)[:, None]
+    path = partition_figure(counts, (), tmp_path / "x.png")
+    assert has_colour(path, "#332288") == (clients > 1)
+    assert not has_colour(path, "#88CCEE")
 
 
 def test_figure_orders_many_clients_by_class_with_empty_ones_last():

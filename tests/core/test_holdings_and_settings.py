@@ -35,10 +35,29 @@ def test_corrupted_clients_are_marked_and_read_back(tmp_path, names, corrupted):
         assert table[table["corrupted"]]["client"].tolist() == [0, 2]
 
 
+def test_without_classes_there_are_rows_alone(tmp_path):
+    path = tmp_path / "partition.csv"
+    sizes = np.array([3, 0, 18])
+    held = Holdings((), np.zeros((3, 0), np.int64), rows=sizes)
+    path.write_bytes(held.to_csv().encode())
+    table = pandas.read_csv(path)
+    assert list(table.columns) == ["client", "rows"] and table["rows"].tolist() == [3, 0, 18]
+    found = Holdings.read(path)
+    assert found.classes == () and found.sizes.tolist() == [3, 0, 18]
+    assert found.stacked.tolist() == [[3], [0], [18]]
+    with_classes = Holdings(NAMES, COUNTS)
+    assert with_classes.sizes.tolist() == [3, 0, 18] and with_classes.stacked is COUNTS
+    with pytest.raises(ValueError, match="rows is None and there are no classes: give the rows"):
+        Holdings((), np.zeros((3, 0), np.int64))
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "",
+        "client,rows\n0\n",
+        "client,rows\n0,x\n",
+        "client,rows\n0,-1\n",
         "client,rows,a\n0,1\n",
         "client,rows,a\n0,1,x\n",
         "a,b,c\n0,1,1\n",

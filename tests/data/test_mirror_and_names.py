@@ -130,7 +130,7 @@ def test_what_is_not_in_the_folder_is_told_with_where_it_should_be(made, open_):
     [
         ("cifar_10", r"unknown dataset 'cifar_10': did you mean cifar10"),
         ("FashionMNIST", "did you mean fashion-mnist"),
-        ("zzz", "known: digits, fashion-mnist"),
+        ("zzz", "known: digits, breast-cancer, wine, diabetes, fashion-mnist"),
         ("hf:cifar10", r"is not of the form hf:OWNER/NAME"),
         ("hf:../../etc", "is not of the form"),
         ("hf:me/..", "is not of the form"),
@@ -169,7 +169,7 @@ def test_available_says_what_is_at_hand(made, root, cache, open_):
         return {item.name: item for item in listed}
 
     before = at_hand()
-    assert set(before) == {"digits", *SOURCES}
+    assert set(before) == {"digits", "breast-cancer", "wine", "diabetes", *SOURCES}
     assert (before["usps"].at_hand, before["usps"].rows) == ("in folder", (7291, 2007))
     assert (before["femnist"].at_hand, before["digits"].at_hand) == ("no", "built in")
     open_("usps")

@@ -126,6 +126,33 @@ def test_text_passes_unchanged_as_int64():
     assert torch.equal(made, tokens.long())
 
 
+@pytest.mark.parametrize("stored", [torch.int16, torch.int32, torch.int64])
+def test_text_of_any_whole_numbers_passes_as_int64_and_no_other(stored):
+    tokens = torch.tensor([[0, 3, 300], [31_000, 2, 1]], dtype=stored)
+    made = Transform(kind="text")(tokens)
+    assert made.dtype == torch.int64 and made.tolist() == tokens.tolist()
+    with pytest.raises(ValueError, match=r"tokens must be whole numbers, got torch.float32"):
+        Transform(kind="text")(tokens.float())
+
+
+STORED = (torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("shape", [(4,), (5, 2), (3, 2, 2)])
+def test_numbers_of_a_table_pass_as_they_are_alone_under_vmap_and_compiled(stored, shape):
+    raw = torch.arange(2 * 6 * int(np.prod(shape))).reshape(2, 6, *shape).to(stored)
+    keys = keys_tensor([root(1), root(2)])
+    transform = Transform(kind="table")
+    together = torch.func.vmap(transform)
+    torch.compiler.reset()  # which compiles a function for a few types only
+    compiled = torch.compile(together, fullgraph=True, backend="aot_eager")
+    for made in (together(raw, keys), compiled(raw, keys), transform(raw[0], keys[0])[None]):
+        assert made.dtype == torch.float32
+        assert torch.equal(made, raw[: len(made)].float())
+    assert transform(raw[0], dtype=torch.float64).dtype == torch.float64
+
+
 def test_of_takes_the_datasets_own_numbers():
     some = Rows(np.zeros((1, 3, 2, 2), np.uint8), np.zeros(1, np.int64))
     data = Dataset("toy", "image", some, some, ("a",), mean=MEAN, std=STD)
@@ -139,7 +166,9 @@ def test_of_takes_the_datasets_own_numbers():
         ({}, "one number per channel"),
         ({"mean": (0.5,), "std": (0.0,)}, r"std must be positive, got \(0.0,\)"),
         ({"kind": "text", "augment": True}, "cannot be set for text"),
-        ({"kind": "sound"}, "must be 'image' or 'text', got 'sound'"),
+        ({"kind": "table", "augment": True}, "cannot be set for table"),
+        ({"kind": "table", "mean": (0.5,), "std": (1.0,)}, "leave them out for table"),
+        ({"kind": "sound"}, "kind is 'sound': available: image, text, table"),
         ({"mean": (0.5,), "std": (1.0,), "padding": -1}, "padding must be 0 or more, got -1"),
     ],
 )

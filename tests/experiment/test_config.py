@@ -85,6 +85,10 @@ def test_resolving_is_canonical_and_idempotent():
         ({"data": {"proxy_imbalance": 1.5}}, ["data.proxy_imbalance", "1.5"]),
         ({"data": {"proxy_imbalance": 0.5}}, ["data.proxy_imbalance", "set data.proxy_per_class"]),
         ({"data": {"proxy_evened": True}}, ["data.proxy_evened", "set data.proxy_per_class"]),
+        (
+            {"data": {"proxy_rows": 5, "proxy_per_class": 2}},
+            ["data.proxy_per_class is 2", "data.proxy_rows is 5", "set one"],
+        ),
         ({"partition": {"corrupted": 1.1}}, ["partition.corrupted", "1.1"]),
         ({"partition": {"corrupted": -0.1}}, ["partition.corrupted", "-0.1"]),
         ({"seed": -1}, ["seed", "-1"]),
@@ -109,6 +113,7 @@ def test_bad_settings_name_the_field_the_value_and_the_fix(mapping, words):
         ("rounds", 1),
         ("seed", 0),
         ("data.proxy_per_class", 0),
+        ("data.proxy_rows", 0),
         ("partition.clients", 1),
         ("partition.seed", -1),
         ("local.lr", 0),

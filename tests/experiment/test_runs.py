@@ -1,3 +1,4 @@
+import hashlib
 import re
 import subprocess
 from contextlib import nullcontext
@@ -144,6 +145,37 @@ def test_data_is_told_apart_by_its_labels_and_by_who_holds_which_rows():
         identity(train, test, [np.array([0, 3, 1]), np.array([2])]),
     ]
     assert len({each["hash"] for each in (known, *others)}) == 6
+
+
+def test_the_hash_of_classes_is_what_it_was_when_nothing_else_was_known():
+    """A folder of an earlier version is resumed: its hash is of int64 alone."""
+    train, test = np.array([0, 1, 2, 0, 1]), np.array([2, 1])
+    clients = [np.array([0, 3]), np.array([1, 2, 4])]
+    numbers = np.array([2, 3, *clients[0], *clients[1], *train, *test], dtype="<i8")
+    wanted = hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest()
+    pixels = np.zeros((5, 1, 2, 2), np.uint8)
+    assert identity(train, test, clients)["hash"] == wanted
+    assert identity(train, test, clients, (pixels, pixels))["hash"] == wanted
+
+
+def test_targets_and_numbers_of_any_type_are_told_apart():
+    clients = [np.array([0, 1]), np.array([2])]
+    target = np.array([0.2, 0.4, 0.9], np.float32)  # all 0 as int64
+    table = np.array([[0.5], [0.25], [1]], np.float32)
+    known = identity(target, target, clients, (table, table))
+    assert known == identity(target.copy(), target, clients, (table.copy(), table))
+    others = [
+        identity(target + np.float32(0.05), target, clients, (table, table)),
+        identity(target, target[::-1], clients, (table, table)),
+        identity(target.astype(np.float64), target, clients, (table, table)),
+        identity(target[:, None], target, clients, (table, table)),
+        identity(target, target, clients, (table * 2, table)),
+        identity(target, target, clients, (table, table[::-1])),
+        identity(target, target, clients[::-1], (table, table)),
+        identity(np.array([0, 1, 2]), target, clients, (table, table)),
+    ]
+    assert len({each["hash"] for each in (known, *others)}) == 9
+    assert all(each["rows"] == 6 for each in others)
 
 
 def edit(config, before, after):

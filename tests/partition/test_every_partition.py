@@ -22,6 +22,8 @@ CASES = {
     "client_dirichlet": ("client_dirichlet(alpha=0.3)", False),
     "pachinko": ("pachinko(alpha=0.5)", False),
     "natural": ("natural(merge=True)", True),
+    "size_dirichlet": ("size_dirichlet(alpha=0.5, minimum=5)", True),
+    "quantiles": ("quantiles(dirichlet(alpha=0.3, minimum=5), bins=4)", True),
     "domain_skew": ("domain_skew(alpha=0.5, minimum=2)", True),
     "categorical_dirichlet": ("categorical_dirichlet(alpha=0.3)", True),
     "grouped_dirichlet": ("grouped_dirichlet(alpha=0.3, group=3)", True),
@@ -36,6 +38,13 @@ VARIANTS = {
     "domain quantity": ("domain_skew(labels=2)", False),
     "domain iid": ("domain_skew", True),
     "natural drawn": ("natural(minimum=2)", False),
+    "quantiles in shards": ("quantiles(shards(per_client=3))", False),
+    "quantiles of sizes": ("quantiles(size_dirichlet(alpha=0.5, minimum=0))", True),
+}
+# The others refuse targets without classes.
+WITHOUT_CLASSES = {
+    *("iid", "natural", "natural drawn", "size_dirichlet", "domain iid"),
+    *("quantiles", "quantiles in shards", "quantiles of sizes"),
 }
 ALL = {**CASES, **VARIANTS}
 
@@ -65,7 +74,8 @@ def test_no_partition_is_left_out():
 def test_card_has_a_summary_and_a_source(name):
     card = CATALOGUE[name]
     assert len(card.summary) > 20
-    assert name == "iid" or (card.paper and card.url.startswith("https://arxiv.org/abs/"))
+    no_papers = name in ("iid", "quantiles")
+    assert no_papers or (card.paper and card.url.startswith("https://arxiv.org/abs/"))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -84,6 +94,37 @@ def test_rows_are_held_once_and_class_totals_add_up(name, rows, half, seed):
     if ALL[name][1]:
         assert sorted(held.tolist()) == list(range(rows))
     assert np.array_equal(pool.labels, before)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("columns", [(), (2,)], ids=["one target", "two"])
+@settings(max_examples=6, deadline=None)
+@given(
+    rows=st.integers(120, 300),
+    half=st.integers(1, 6),
+    seed=st.integers(0, 10**6),
+    kind=st.sampled_from([np.float32, np.int64]),
+)
+def test_targets_without_classes_are_shared_out_or_refused_by_name(
+    name, columns, rows, half, seed, kind
+):
+    clients = 2 * half
+    targets = (np.random.default_rng(seed).normal(size=(rows, *columns)) * 100).astype(kind)
+    people = 3 * clients if name.startswith("natural") else 2
+    pool = Pool(targets, groups=np.arange(rows) * 7 % people)
+    if name not in WITHOUT_CLASSES:
+        asked = {"domain_skew": "dirichlet", "domain quantity": "quantity_skew"}
+        called = asked.get(name, ALL[name][0].partition("(")[0])
+        told = rf"^{called} needs classes, and the targets have none: write quantiles\({called}"
+        with pytest.raises(ValueError, match=told):
+            made(name, seed)(pool, clients, np.random.default_rng(seed))
+        return
+    split = made(name, seed)(pool, clients, np.random.default_rng(seed))
+    held = np.concatenate(split.clients)
+    assert len(split.clients) == clients and len(set(held.tolist())) == len(held)
+    assert split.counts(pool.labels, 0).shape == (clients, 0)
+    if ALL[name][1]:
+        assert sorted(held.tolist()) == list(range(rows))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -133,6 +174,8 @@ def test_clients_must_be_a_positive_whole_number(name, clients):
         "pachinko(alpha=%s)",
         "pachinko(beta=%s)",
         "client_dirichlet(alpha=%s)",
+        "size_dirichlet(alpha=%s)",
+        "quantiles(dirichlet(alpha=%s))",
         "domain_skew(alpha=%s)",
     ],
 )

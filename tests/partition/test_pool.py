@@ -5,7 +5,12 @@ from hypothesis import strategies as st
 from scipy.stats import entropy
 
 from fedbasin.partition import Partition, Pool, iid
-from fedbasin.partition.measures import classes_held, distance_from_global, effective_classes
+from fedbasin.partition.measures import (
+    classes_held,
+    distance_from_global,
+    effective_classes,
+    mean_targets,
+)
 from fedbasin.partition.pool import cut, even
 
 
@@ -48,7 +53,12 @@ def test_impossible_partitions_are_refused(clients, message):
         (([], 3), "labels is empty"),
         (([0.5, 1.0], 3), "labels has shape .* float64: give one integer"),
         (([[0, 1]], 3), "labels has shape"),
-        (([0, 1], 0), "classes is 0"),
+        (([0, 1], -1), "classes is -1: give a whole number, at least 0"),
+        ((["a", "b"], 0), "labels has shape .* give one number a row"),
+        (([[[0.5]]], 0), r"labels has shape \(1, 1, 1\)"),
+        (([0.5, np.nan], 0), "labels holds NaN or infinity: remove such rows"),
+        (([], 0), "labels is empty"),
+        (([0.5, 1.5], 0, [1]), "groups has 1 entries for 2 rows"),
         (([0, 1], 2, [1]), "groups has 1 entries for 2 rows"),
         (([0, 1], 2, [0.1, 0.2]), "groups has shape"),
     ],
@@ -60,6 +70,16 @@ def test_impossible_pools_are_refused(arguments, message):
 
 def test_labels_of_any_integer_type_become_int64():
     assert Pool(np.array([0, 1], dtype=np.uint8), 2).labels.dtype == np.int64
+
+
+def test_targets_without_classes_are_kept_as_they_are():
+    targets = np.array([[0.5, 1], [-3, 0], [2, 1]], np.float32)
+    pool = Pool(targets, groups=np.array([4, 5, 4]))
+    assert pool.classes == 0 and pool.rows == 3 and pool.labels is targets
+    some = pool.only(np.array([2, 0]))
+    assert some.labels.tolist() == [[2, 1], [0.5, 1]] and some.groups.tolist() == [4, 4]
+    with pytest.raises(ValueError, match=r"groups is None: natural .*use size_dirichlet\(alpha"):
+        Pool(targets).needed_groups("natural")
 
 
 def test_only_keeps_labels_and_groups_of_the_rows_named():
@@ -134,6 +154,22 @@ def test_measures_against_scipy_and_a_loop(clients, classes, seed):
         assert effective_classes(counts)[k] == pytest.approx(np.exp(entropy(row)))
         gap = sum(abs(row[c] / row.sum() - total[c] / total.sum()) for c in range(classes)) / 2
         assert distance_from_global(counts)[k] == pytest.approx(gap)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 999))
+def test_mean_targets_against_a_loop(clients, columns, seed):
+    rng = np.random.default_rng(seed)
+    targets = rng.normal(size=(20, columns) if columns else 20).astype(np.float32)
+    sizes = rng.multinomial(15, np.ones(clients) / clients)
+    split = cut(rng.permutation(20)[:15], sizes, 20)
+    found = mean_targets(Pool(targets), split)
+    assert found.shape == (clients, max(columns, 1))
+    for row, mine in zip(found, split.clients, strict=True):
+        if len(mine):
+            assert row == pytest.approx(np.atleast_1d(targets[mine].astype(float).mean(axis=0)))
+        else:
+            assert np.isnan(row).all()
 
 
 def test_a_split_that_holds_nothing_has_no_measures():

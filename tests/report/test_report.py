@@ -9,6 +9,7 @@ from scipy import stats
 
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder
+from fedbasin.report.chart_data import chart_data
 from fedbasin.report.curves import draw_curves
 from fedbasin.report.figures import write_figures
 from fedbasin.report.paired import paired_difference
@@ -208,6 +209,21 @@ def test_a_picture_says_how_many_clients_are_corrupted(tmp_path):
     found = shared_holdings(read_runs(find_runs([tmp_path])))
     assert [title for title, _ in found] == ["seed 0", "seed 0, 2 corrupted"]
     assert [held.corrupted for _, held in found] == [frozenset(), {1, 2}]
+
+
+def test_runs_without_classes_show_who_holds_how_much(tmp_path):
+    sizes = {"a": [5, 2, 9], "b": [5, 2, 8], "c": [5, 2, 9]}
+    for name, rows in sizes.items():
+        folder = make_run(tmp_path / name, local__lr=0.1 + ord(name))
+        nothing = np.zeros((3, 0), np.int64)
+        folder.partition.write_text(Holdings((), nothing, rows=np.array(rows)).to_csv())
+    runs = read_runs(find_runs([tmp_path]))
+    assert [held.sizes.tolist() for _, held in shared_holdings(runs)] == [[5, 2, 9], [5, 2, 8]]
+    drawn = chart_data(runs, [], [])["holdings"]
+    assert [each["counts"] for each in drawn] == [[[5], [2], [9]], [[5], [2], [8]]]
+    assert drawn[0]["classes"] == () and drawn[0]["total"] == 3
+    written = write_figures(runs, tmp_path / "out" / "report", "png")
+    assert [path.name for path in written[-2:]] == ["report-clients1.png", "report-clients2.png"]
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

@@ -123,6 +123,29 @@ def test_a_population_holds_each_clients_rows():
     assert population.shard(0).inputs.data_ptr() == population.inputs.data_ptr()
 
 
+@pytest.mark.parametrize(
+    "kind", ["u1", "i1", "u2", "i4", "u4", "u8", "f2", "f4", "f8", ">f4", ">i2", "<i8"]
+)
+@pytest.mark.parametrize("columns", [(), (2,)])
+def test_a_population_holds_numbers_of_any_type(kind, columns):
+    inputs = np.arange(30).reshape(10, 3).astype(kind)[:, ::-1]
+    inputs.flags.writeable = False
+    labels = np.linspace(-1, 1, 10 * max(1, len(columns) * 2), dtype=np.float32)
+    labels = labels.reshape(10, *columns)
+    parts = [np.array([7, 2]), np.array([], dtype=np.int64), np.array([0, 9, 5])]
+    population = Population.of(inputs, labels, parts)
+    for client, rows in enumerate(parts):
+        shard = population.shard(client)
+        assert shard.inputs.tolist() == inputs[rows].tolist()
+        assert shard.labels.tolist() == labels[rows].tolist()
+    floats = inputs.dtype.kind == "f"
+    assert population.inputs.is_floating_point() == floats
+    assert population.inputs[torch.tensor([[0, 1]])].shape == (1, 2, 3)  # rows are gathered
+    assert population.class_counts(0).shape == (3, 0)
+    assert population.class_counts_of(torch.tensor([2, 0]), 0).shape == (2, 0)
+    assert population.weights(np.array([0, 2])).tolist() == [2, 3]
+
+
 def test_scores_equal_a_plain_loop():
     with torch.random.fork_rng():
         torch.manual_seed(0)

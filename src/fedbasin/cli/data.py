@@ -15,7 +15,7 @@ from rich.progress import TaskID
 from rich.table import Table
 
 from fedbasin.cli.progress import bar, wide_console
-from fedbasin.data import DataError, Fetched, available, describe, fetch
+from fedbasin.data import DataError, Dataset, Fetched, available, describe, fetch
 from fedbasin.data.arrays import Progress as Report
 
 app = typer.Typer(
@@ -102,7 +102,7 @@ def list_(data_dir: DataDir = None, cache_dir: CacheDir = None) -> None:
         table.add_row(
             listing.name,
             f"{train:,}/{test:,}" if test else f"{train:,} + held out",
-            str(listing.classes),
+            str(listing.classes or "-"),
             "x".join(map(str, listing.shape)),
             listing.groups or "-",
             listing.paper,
@@ -113,7 +113,7 @@ def list_(data_dir: DataDir = None, cache_dir: CacheDir = None) -> None:
 
 @app.command()
 def info(name: Name, data_dir: DataDir = None, cache_dir: CacheDir = None) -> None:
-    """Show where a dataset comes from, its sizes, and how many rows each class has.
+    """Show where a dataset comes from, its sizes, and its rows by class or its targets' range.
 
     A dataset that is in the data folder is decoded first; one that is only on the hub must be
     fetched before.
@@ -150,7 +150,7 @@ def _describe(found: Fetched) -> None:
     facts.add_row("name", escape(dataset.name))
     facts.add_row("inputs", f"{dataset.kind}, {'x'.join(map(str, dataset.train.inputs.shape[1:]))}")
     facts.add_row("rows", f"{len(dataset.train):,} train, {len(dataset.test):,} test")
-    facts.add_row("classes", str(len(dataset.classes)))
+    facts.add_row("classes", str(len(dataset.classes) or "none"))
     facts.add_row("groups", str(len(dataset.group_names) or "none"))
     if dataset.mean:
         facts.add_row("mean, std", f"{dataset.mean}, {dataset.std}")
@@ -160,6 +160,11 @@ def _describe(found: Fetched) -> None:
             commit = f" at commit {file.commit[:12]}" if file.commit else ""
             facts.add_row("made from", f"{escape(file.name)}{commit}, sha256 {file.sha256[:12]}...")
     console.print(facts, highlight=False)
+    console.print(_classes(dataset) if dataset.classes else _targets(dataset))
+
+
+def _classes(dataset: Dataset) -> Table:
+    """Count the rows of each class."""
     counts = Table("label", "class", "train rows", "test rows")
     columns = (
         np.bincount(s.labels, minlength=len(dataset.classes)) for s in (dataset.train, dataset.test)
@@ -167,4 +172,14 @@ def _describe(found: Fetched) -> None:
     for label, (title, train, test) in enumerate(zip(dataset.classes, *columns, strict=True)):
         shown = title if title.isprintable() and title.strip() else repr(title)
         counts.add_row(str(label), escape(shown), f"{train:,}", f"{test:,}")
-    console.print(counts)
+    return counts
+
+
+def _targets(dataset: Dataset) -> Table:
+    """Describe targets without classes, a line for each column of each split."""
+    table = Table("target", "rows", "least", "mean", "greatest", "standard deviation")
+    for name, split in (("train", dataset.train), ("test", dataset.test)):
+        for column, values in enumerate(split.labels.reshape(len(split), -1).T):
+            numbers = (values.min(), values.mean(), values.max(), values.std())
+            table.add_row(str(column), name, *(f"{number:.4g}" for number in numbers))
+    return table

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import typer
 from rich import box
 from rich.console import Console
@@ -17,8 +19,13 @@ from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import write_atomically
 from fedbasin.data import load
 from fedbasin.partition import Partition, Pool, longtail
-from fedbasin.partition.measures import classes_held, distance_from_global, effective_classes
-from fedbasin.partition.pool import Ints
+from fedbasin.partition.measures import (
+    classes_held,
+    distance_from_global,
+    effective_classes,
+    mean_targets,
+)
+from fedbasin.partition.pool import Floats, Ints
 from fedbasin.report.partition_figure import partition_figure
 
 _MOST_LISTED = 20  # more clients than this are summarised
@@ -42,6 +49,8 @@ def partition(
 ) -> None:
     """Show how a dataset would be shared out: sizes, class counts and a picture.
 
+    Where targets have no classes, sizes and mean targets are shown.
+
     A run with the same data, partition, seed and imbalance (and no proxy set, rows held out or
     corrupted clients) uses this very split.
     """
@@ -52,21 +61,28 @@ def partition(
     pool = Pool(dataset.train.labels, len(dataset.classes), dataset.train.groups)
     rows, title = pool.rows, f"{data}, {choice}, {clients:,} clients, seed {seed}"
     if imbalance != 1:
+        if not pool.classes:
+            raise ValueError(
+                f"imbalance is {imbalance}, and the targets of {data} have no classes: leave it out"
+            )
         rng = root(seed).fold("longtail").numpy()
         pool = pool.only(longtail(pool.labels, pool.classes, imbalance, rng))
         title += f", imbalance {imbalance:g}"
     shared = choice(pool, clients, root(seed).fold("partition").numpy())
     counts = shared.counts(pool.labels, pool.classes)
+    held = Holdings(dataset.classes, counts, rows=shared.sizes())
     console = Console()
-    if clients <= _MOST_LISTED:
+    if not dataset.classes:
+        console.print(_targets(held, mean_targets(pool, shared), title))
+    elif clients <= _MOST_LISTED:
         console.print(_listing(counts, dataset.classes, title, console.width))
     else:
         console.print(_summary(counts, title))
-    console.print(_totals(shared, counts, rows), highlight=False)
+    console.print(_totals(shared, rows), highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     table = out / "partition.csv"
-    write_atomically(table, Holdings(dataset.classes, counts).to_csv())
-    figure = partition_figure(counts, dataset.classes, out / "partition.png", title)
+    write_atomically(table, held.to_csv())
+    figure = partition_figure(held.stacked, held.classes, out / "partition.png", title)
     console.print(f"wrote {table} and {figure}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -90,15 +106,37 @@ def _listing(counts: Ints, class_names: tuple[str, ...], title: str, width: int)
 
 def _summary(counts: Ints, title: str) -> Table:
     """Describe many clients by quantiles; those without rows count only among the sizes."""
+    held = counts[counts.sum(axis=1) > 0]
+    return _quantiles(
+        title,
+        {
+            "rows": (counts.sum(axis=1), ".0f"),
+            "classes held": (classes_held(held), ".0f"),
+            "effective classes": (effective_classes(held), ".2f"),
+            "distance from global": (distance_from_global(held), ".3f"),
+        },
+    )
+
+
+def _targets(held: Holdings, means: Floats, title: str) -> Table:
+    """Show clients of targets without classes: their rows, and the means of the first targets."""
+    names = (
+        ["mean target"] if means.shape[1] == 1 else [f"mean of {k}" for k in range(len(means.T))]
+    )
+    shown = list(zip(names, means.T, strict=True))[:_MOST_COLUMNS]
+    if len(means) > _MOST_LISTED:
+        lines = {name: (values[~np.isnan(values)], ".4g") for name, values in shown}
+        return _quantiles(title, {"rows": (held.sizes, ".0f"), **lines})
+    table = _table(title, ["client", "rows", *(name for name, _ in shown)])
+    for client, size in enumerate(held.sizes.tolist()):
+        cells = [f"{values[client]:.4g}" if size else "·" for _, values in shown]
+        table.add_row(str(client), str(size), *cells)
+    return table
+
+
+def _quantiles(title: str, lines: Mapping[str, tuple[npt.NDArray[Any], str]]) -> Table:
     table = _table(title, ["per client", "min", "10 %", "median", "90 %", "max", "mean"])
     table.columns[0].justify = "left"
-    held = counts[counts.sum(axis=1) > 0]
-    lines = {
-        "rows": (counts.sum(axis=1), ".0f"),
-        "classes held": (classes_held(held), ".0f"),
-        "effective classes": (effective_classes(held), ".2f"),
-        "distance from global": (distance_from_global(held), ".3f"),
-    }
     for name, (values, form) in lines.items():
         marks = np.quantile(values, [0, 0.1, 0.5, 0.9, 1])
         table.add_row(name, *(f"{mark:{form}}" for mark in marks), f"{values.mean():.2f}")
@@ -113,8 +151,8 @@ def _table(title: str, columns: list[str]) -> Table:
     return table
 
 
-def _totals(shared: Partition, counts: Ints, rows: int) -> str:
-    dealt, empty = int(counts.sum()), int((counts.sum(axis=1) == 0).sum())
+def _totals(shared: Partition, rows: int) -> str:
+    dealt, empty = len(shared.order), int((shared.sizes() == 0).sum())
     held, pooled = len(np.unique(shared.order)), shared.rows
     parts = [f"{held:,} of {rows:,} rows held"]
     parts += [f"{dealt - held:,} held again"] if held < dealt else []

@@ -1,4 +1,4 @@
-"""Who holds what: rows of each class that each client holds, as a CSV file pandas opens."""
+"""Who holds what: each client's rows, and its rows of each class, as a CSV file pandas opens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,32 @@ class Holdings:
     """What the clients hold.
 
     Args:
-        classes: the name of every class, by label.
+        classes: the name of every class, by label; empty where the targets have no classes.
         counts: rows of each class that each client holds, [N, C].
         corrupted: the clients that have labels exchanged.
+        rows: rows that each client holds, [N]; None adds up the counts, where there are classes.
     """
 
     classes: tuple[str, ...]
     counts: NDArray[np.int64]
     corrupted: frozenset[int] = frozenset()
+    rows: NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse holdings that do not say how many rows clients hold."""
+        if not self.classes and self.rows is None:
+            raise ValueError("rows is None and there are no classes: give the rows of each client")
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Rows that each client holds, [N]."""
+        sizes: NDArray[np.int64] = self.counts.sum(axis=1) if self.rows is None else self.rows
+        return sizes
+
+    @property
+    def stacked(self) -> NDArray[np.int64]:
+        """What a bar of each client is stacked of: its rows by class, or all of them [N, 1]."""
+        return self.counts if self.classes else self.sizes[:, None]
 
     def to_csv(self) -> str:
         """Write one line a client: number, rows, whether corrupted if any is, rows by class."""
@@ -33,8 +51,10 @@ class Holdings:
         writer = csv.writer(out)
         mark = ["corrupted"] if self.corrupted else []
         writer.writerow(["client", "rows", *mark, *self.classes])
+        sizes = self.sizes.tolist()
         for client, row in enumerate(self.counts.tolist()):
-            writer.writerow([client, sum(row), *(client in self.corrupted for _ in mark), *row])
+            marked = [client in self.corrupted for _ in mark]
+            writer.writerow([client, sizes[client], *marked, *row])
         return out.getvalue()
 
     @classmethod
@@ -51,10 +71,11 @@ class Holdings:
             classes = tuple(header[first:])
             counts = np.array([[int(cell) for cell in row[first:]] for row in rows], dtype=np.int64)
             counts = counts.reshape(len(rows), len(classes))
-        except (ValueError, OverflowError, csv.Error) as error:
+            sizes = None if classes else np.array([int(row[1]) for row in rows], dtype=np.int64)
+        except (ValueError, IndexError, OverflowError, csv.Error) as error:
             raise RecordError(
                 f"{path} is no table of clients and classes ({error}); remove it"
             ) from error
-        if counts.size and counts.min() < 0:
+        if min(counts.min(initial=0), 0 if sizes is None else sizes.min(initial=0)) < 0:
             raise RecordError(f"{path} says that a client holds less than no rows; remove it")
-        return cls(classes, counts, corrupted)
+        return cls(classes, counts, corrupted, sizes)

@@ -1,4 +1,4 @@
-"""Room 1: raw data to uint8 arrays in memory, and the train / proxy / test split, made once.
+"""Room 1: raw data to arrays in memory, and the train / proxy / test split, made once.
 
 `fedbasin.data.transform` (normalisation and augmentation on the device) is imported from its own
 module, so that listing data does not wait for torch.

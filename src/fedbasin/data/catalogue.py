@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedbasin.data import cache, embedded, images, text
+from fedbasin.data import cache, images, text
 from fedbasin.data.arrays import Contents, Progress
 from fedbasin.data.cache import Entry
 from fedbasin.data.dataset import DataError, Dataset
+from fedbasin.data.embedded import EMBEDDED
 from fedbasin.data.hub import Hub
 from fedbasin.data.layout import SourceFile
 from fedbasin.data.mirror import Mirror
@@ -29,7 +30,7 @@ class Listing:
     Args:
         name: what to load it by.
         rows: (train, test), as published until it has been decoded; test 0 if to be held out.
-        classes: how many classes.
+        classes: how many classes; 0 for targets without classes.
         shape: of one input.
         groups: what a group is, such as a writer; empty without groups.
         paper: where it is used.
@@ -86,8 +87,8 @@ def fetch(
     progress: Progress | None = None,
 ) -> Fetched:
     """Load a dataset like `load`, and say where it lies."""
-    if name == embedded.NAME:
-        return Fetched(embedded.digits(), None, False)
+    if name in EMBEDDED:
+        return Fetched(EMBEDDED[name].load(), None, False)
     sources = resolve(name)
     place = Mirror.named(data_dir) or Hub()
     source = place.pick(sources)
@@ -106,14 +107,15 @@ def fetch(
 
 def available(*, data_dir: Path | None = None, cache_dir: Path | None = None) -> list[Listing]:
     """List every dataset of the catalogue and whether it is at hand."""
-    names = (embedded.NAME, *SOURCES)
+    names = (*EMBEDDED, *SOURCES)
     return [describe(name, data_dir=data_dir, cache_dir=cache_dir) for name in names]
 
 
 def describe(name: str, *, data_dir: Path | None = None, cache_dir: Path | None = None) -> Listing:
     """Say what is known about a dataset without decoding or downloading anything."""
-    if name == embedded.NAME:
-        return Listing(name, embedded.ROWS, 10, embedded.SHAPE, "", "the demo", "built in")
+    if name in EMBEDDED:
+        known = EMBEDDED[name]
+        return Listing(name, known.rows, known.classes, known.shape, "", known.use, "built in")
     sources, place = resolve(name), Mirror.named(data_dir) or Hub()
     return _listing(sources, place, cache.cache_folder(cache_dir))
 

@@ -1,18 +1,21 @@
 """What the rest of fedbasin sees of data: rows, a dataset, and its three disjoint parts.
 
-Inputs stay as the bytes they were published in (pixels, character numbers); scaling and
-augmentation happen later, on the training device (`fedbasin.data.transform`).
+Inputs stay as the numbers they were published in (pixels, character numbers, columns of a table);
+scaling and augmentation happen later, on the training device (`fedbasin.data.transform`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-Kind = Literal["image", "text"]
+Kind = Literal["image", "text", "table"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+_FLOATS = (np.float16, np.float32, np.float64)
+_CHECKED_AT_ONCE = 1 << 22  # numbers: looking for NaN takes little memory beside the data
 
 
 class DataError(RuntimeError):
@@ -23,28 +26,37 @@ class DataError(RuntimeError):
 class Rows:
     """One split: inputs, labels and, where the data has them, the group of every row.
 
+    NaN and infinity are refused: fill or remove such rows first.
+
     Args:
-        inputs: uint8, images ``[n, channels, height, width]`` or tokens ``[n, length]``.
-        labels: int64 ``[n]``, the class of each row.
+        inputs: images uint8 ``[n, channels, height, width]``, tokens ``[n, length]`` of any integer
+            type, or the numbers of a table, of sensors or of sequences ``[n, ...]`` of any integer
+            type, float16, float32 or float64.
+        labels: what is to be predicted. int64 ``[n]``, the class of each row; or targets without
+            classes: float32 ``[n]`` or ``[n, k]``, int64 ``[n, k]`` (or ``[n]``, as counts are).
         groups: int64 ``[n]``, the writer, role or domain of each row; None without groups.
     """
 
-    inputs: NDArray[np.uint8]
-    labels: NDArray[np.int64]
+    inputs: NDArray[Any]
+    labels: NDArray[Any]
     groups: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        """Check that the arrays fit together."""
-        wanted = (("inputs", np.uint8), ("labels", np.int64), ("groups", np.int64))
-        for name, dtype in wanted:
+        """Check that the arrays fit together and hold numbers only."""
+        _check_inputs(self.inputs)
+        _check_labels(self.labels)
+        if self.groups is not None and (self.groups.dtype != np.int64 or self.groups.ndim != 1):
+            raise ValueError(
+                f"groups must be int64 [n], got {self.groups.dtype.name} {list(self.groups.shape)}"
+            )
+        for name in ("inputs", "groups"):
             array = getattr(self, name)
-            if array is None:
-                continue
-            if array.dtype != dtype or len(array) != len(self.labels):
+            if array is not None and len(array) != len(self.labels):
                 raise ValueError(
-                    f"{name} must hold {len(self.labels)} rows of {np.dtype(dtype).name}, "
-                    f"got {len(array)} of {array.dtype.name}"
+                    f"{name} has {len(array)} rows and labels has {len(self.labels)}: give as many"
                 )
+        _refuse_gaps("inputs", self.inputs)
+        _refuse_gaps("labels", self.labels)
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -67,13 +79,14 @@ class Dataset:
 
     Args:
         name: the name it was loaded by.
-        kind: ``"image"`` or ``"text"``.
+        kind: ``"image"`` (uint8 pixels), ``"text"`` (whole numbers that a network looks up) or
+            ``"table"`` (numbers that a network takes as they are: tables, sensors, sequences).
         train: the rows clients learn from.
         test: the rows that are scored.
-        classes: the name of every class, by label.
+        classes: the name of every class, by label; empty where the targets have no classes.
         group_names: the name of every group, by number; empty without groups.
-        mean: per channel, subtracted from inputs scaled to [0, 1].
-        std: per channel, what the difference is divided by.
+        mean: of images, per channel, subtracted from inputs scaled to [0, 1].
+        std: of images, per channel, what the difference is divided by.
     """
 
     name: str
@@ -85,6 +98,32 @@ class Dataset:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Check that the splits are alike and that the labels are what `classes` says."""
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}: available: {', '.join(KINDS)}")
+        for name in ("inputs", "labels"):
+            train, test = getattr(self.train, name), getattr(self.test, name)
+            if (train.dtype, train.shape[1:]) != (test.dtype, test.shape[1:]):
+                raise ValueError(
+                    f"{name} of a row is {train.dtype.name} {list(train.shape[1:])} in train and "
+                    f"{test.dtype.name} {list(test.shape[1:])} in test: make them alike"
+                )
+        inputs = self.train.inputs
+        if self.kind == "image" and (inputs.dtype != np.uint8 or inputs.ndim != 4):
+            raise ValueError(
+                "inputs of kind 'image' must be uint8 [n, channels, height, width], got "
+                f"{inputs.dtype.name} {list(inputs.shape)}: use kind 'table' for other numbers"
+            )
+        if self.kind == "text" and not np.issubdtype(inputs.dtype, np.integer):
+            raise ValueError(
+                f"inputs of kind 'text' must be whole numbers, got {inputs.dtype.name}: use kind "
+                "'table' for numbers that the network takes as they are"
+            )
+        if self.classes:
+            for split in (self.train, self.test):
+                _check_classes(split.labels, len(self.classes))
+
 
 @dataclass(frozen=True, eq=False)
 class Splits:
@@ -92,10 +131,75 @@ class Splits:
 
     Args:
         train: rows the clients share out.
-        proxy: class-balanced rows held by the server (FedLAW, FedDF, FedBE); None if not asked for.
+        proxy: rows held by the server (FedLAW, FedDF, FedBE); None if not asked for.
         test: rows that are scored; never a proxy row.
     """
 
     train: Rows
     proxy: Rows | None
     test: Rows
+
+
+def _check_inputs(inputs: NDArray[Any]) -> None:
+    """Refuse inputs that are no rows of numbers."""
+    number = np.issubdtype(inputs.dtype, np.integer) or inputs.dtype.type in _FLOATS
+    if not number or np.issubdtype(inputs.dtype, np.timedelta64):
+        raise ValueError(
+            f"inputs is {inputs.dtype.name}: give whole numbers, float16, float32 or float64 (turn "
+            "categories into numbers or 0/1 columns first)"
+        )
+    if inputs.dtype == np.uint64 and inputs.size and inputs.max() > np.iinfo(np.int64).max:
+        raise ValueError("inputs holds numbers beyond int64, which torch cannot index by")
+    if inputs.ndim < 2:
+        raise ValueError(
+            f"inputs has shape {list(inputs.shape)}: give [n, ...], such as inputs[:, None] for "
+            "one number a row"
+        )
+
+
+def _check_labels(labels: NDArray[Any]) -> None:
+    """Refuse targets of another type or of more than two axes."""
+    if labels.dtype not in (np.int64, np.float32):
+        raise ValueError(
+            f"labels is {labels.dtype.name}: give int64 for classes and tokens, float32 for other "
+            "targets, such as labels.astype(np.float32)"
+        )
+    if labels.ndim not in (1, 2) or 0 in labels.shape[1:]:
+        raise ValueError(
+            f"labels has shape {list(labels.shape)}: give [n], or [n, k] for k targets a row"
+        )
+
+
+def _check_classes(labels: NDArray[Any], classes: int) -> None:
+    """Refuse labels that are not numbers of classes."""
+    if labels.dtype != np.int64 or labels.ndim != 1:
+        raise ValueError(
+            f"labels is {labels.dtype.name} {list(labels.shape)} and there are {classes} classes: "
+            "give int64 [n], or classes=() for targets without classes"
+        )
+    if not labels.size:
+        return
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        raise ValueError(
+            f"labels holds {low if low < 0 else high}, outside [0, {classes}): number the classes "
+            "from 0 and name each of them in classes"
+        )
+
+
+def _refuse_gaps(name: str, array: NDArray[Any]) -> None:
+    """Refuse NaN and infinity, and name the first row that has one."""
+    if array.dtype.kind != "f":
+        return
+    each = max(1, int(np.prod(array.shape[1:])))
+    step = max(1, _CHECKED_AT_ONCE // each)
+    for first in range(0, len(array), step):
+        block = array[first : first + step]
+        good = np.isfinite(block).reshape(len(block), -1).all(axis=1)
+        if not good.all():
+            row = first + int(good.argmin())
+            values = array[row].ravel()
+            value = values[~np.isfinite(values)][0]
+            raise ValueError(
+                f"{name} holds {value} in row {row}: fill in a number, or remove the row"
+            )

@@ -1,17 +1,38 @@
-"""The digits images that ship with scikit-learn: data for a first run, without any download."""
+"""Data that ship with scikit-learn, for a first run without any download: digits and tables."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from fedbasin.data.dataset import Dataset, Rows
 from fedbasin.data.labels import DIGITS
 from fedbasin.data.split import held_out
 
-NAME = "digits"
 TEST_SHARE = 0.2
-ROWS = (1442, 355)
-SHAPE = (1, 8, 8)
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What is known about a dataset before it is loaded.
+
+    Args:
+        load: returns it.
+        rows: (train, test).
+        classes: how many classes; 0 for targets without classes.
+        shape: of one input.
+        use: what it is there for.
+    """
+
+    load: Callable[[], Dataset]
+    rows: tuple[int, int]
+    classes: int
+    shape: tuple[int, ...]
+    use: str
 
 
 def digits() -> Dataset:
@@ -22,8 +43,59 @@ def digits() -> Dataset:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    inputs = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, *SHAPE)
+    inputs = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     rows = Rows(inputs, labels.astype(np.int64))
     is_test = held_out(rows.labels, TEST_SHARE)
     train, test = rows.take(~is_test), rows.take(is_test)
-    return Dataset(NAME, "image", train, test, DIGITS, mean=(0.0,), std=(1.0,))
+    return Dataset("digits", "image", train, test, DIGITS, mean=(0.0,), std=(1.0,))
+
+
+def breast_cancer() -> Dataset:
+    """Return 569 tumours by 30 measurements, malignant or benign; a fifth of each class is test."""
+    from sklearn.datasets import load_breast_cancer
+
+    return _with_classes("breast-cancer", load_breast_cancer())
+
+
+def wine() -> Dataset:
+    """Return 178 wines of three growers by 13 measurements; a fifth of each class is test."""
+    from sklearn.datasets import load_wine
+
+    return _with_classes("wine", load_wine())
+
+
+def diabetes() -> Dataset:
+    """Return 442 patients by 10 measurements; the target is how their disease went on in a year.
+
+    A fifth of the rows is test. The target is standardised as the inputs are.
+    """
+    from sklearn.datasets import load_diabetes
+
+    inputs, target = load_diabetes(return_X_y=True, scaled=False)
+    is_test = held_out(np.zeros(len(target), dtype=np.int64), TEST_SHARE)
+    labels = _standardised(target, ~is_test)
+    rows = Rows(_standardised(inputs, ~is_test), labels)
+    return Dataset("diabetes", "table", rows.take(~is_test), rows.take(is_test), classes=())
+
+
+def _with_classes(name: str, bunch: Any) -> Dataset:
+    labels = bunch.target.astype(np.int64)
+    is_test = held_out(labels, TEST_SHARE)
+    rows = Rows(_standardised(bunch.data, ~is_test), labels)
+    classes = tuple(str(each) for each in bunch.target_names)
+    return Dataset(name, "table", rows.take(~is_test), rows.take(is_test), classes)
+
+
+def _standardised(numbers: NDArray[np.float64], is_train: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Subtract the mean of the training rows, and divide by their standard deviation."""
+    known = numbers[is_train]
+    scaled: NDArray[np.float64] = (numbers - known.mean(axis=0)) / known.std(axis=0)
+    return scaled.astype(np.float32)
+
+
+EMBEDDED = {
+    "digits": Embedded(digits, (1442, 355), 10, (1, 8, 8), "the demo"),
+    "breast-cancer": Embedded(breast_cancer, (456, 113), 2, (30,), "first runs on a table"),
+    "wine": Embedded(wine, (144, 34), 3, (13,), "first runs on a table"),
+    "diabetes": Embedded(diabetes, (354, 88), 0, (10,), "first runs of a regression"),
+}

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 
 from fedbasin.data import labels
 from fedbasin.data.dataset import DataError, Kind
+from fedbasin.data.embedded import EMBEDDED
 
 Layout = Literal["images", "roles", "windows"]
 CHANNELS = {"L": 1, "RGB": 3}
@@ -247,10 +248,13 @@ def resolve(name: str) -> tuple[Source, ...]:
     if name.startswith("hf:"):
         return (_from_hub_name(name),)
     if name not in SOURCES:
-        known = ["digits", *SOURCES]
+        known = [*EMBEDDED, *SOURCES]
         near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}."
-        raise DataError(f"unknown dataset {name!r}: {hint} Others on the hub are {_HF_FORM}")
+        raise DataError(
+            f"unknown dataset {name!r}: {hint} Others on the hub are {_HF_FORM}; arrays "
+            "of your own are given in Python as dataset=, when a run is resumed too"
+        )
     return SOURCES[name]
 
 

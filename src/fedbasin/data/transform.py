@@ -2,7 +2,8 @@
 
 The order is the papers' (torchvision on an image, then on a tensor): random crop of the image
 padded by 4 black pixels, random horizontal flip, scale to [0, 1], normalise. The padding is black
-before normalisation, so it ends up at -mean / std and not at 0.
+before normalisation, so it ends up at -mean / std and not at 0. Text and tables are not images:
+whole numbers of a text pass as int64, numbers of a table in the network's floating type.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.rng import bits
-from fedbasin.data.dataset import Dataset, Kind
+from fedbasin.data.dataset import KINDS, Dataset, Kind
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Turn raw uint8 rows into what a model takes; pure, so it runs under vmap and compiled.
+    """Turn stored rows into what a model takes; pure, so it runs under vmap and compiled.
 
-    With pixel x in 0..255, mean m and deviation s of its channel: (x / 255 - m) / s.
+    Of images, with pixel x in 0..255, mean m and deviation s of its channel: (x / 255 - m) / s.
     Augmentation draws, for every row, the crop's top and left from 0..2p (p = padding) and a fair
     coin for the flip.
 
@@ -28,7 +29,8 @@ class Transform:
         mean: m, per channel.
         std: s, per channel.
         augment: whether rows are cropped and flipped when a key is given.
-        kind: ``"image"``, or ``"text"`` whose tokens pass unchanged.
+        kind: ``"image"``; ``"text"``, whose tokens pass as int64; or ``"table"``, whose numbers
+            pass as they are.
         padding: p, black pixels added on each side before the crop.
     """
 
@@ -42,10 +44,15 @@ class Transform:
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
-        if self.kind not in ("image", "text"):
-            raise ValueError(f"kind must be 'image' or 'text', got {self.kind!r}")
-        if self.kind == "text" and self.augment:
-            raise ValueError("augment crops and flips images; it cannot be set for text")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}: available: {', '.join(KINDS)}")
+        if self.kind != "image" and self.augment:
+            raise ValueError(f"augment crops and flips images; it cannot be set for {self.kind}")
+        if self.kind != "image" and (self.mean or self.std):
+            raise ValueError(
+                f"mean and std are of images' channels; leave them out for {self.kind} and scale "
+                "the numbers beforehand"
+            )
         if self.kind == "image" and (not self.mean or len(self.mean) != len(self.std)):
             raise ValueError(
                 f"mean and std need one number per channel, got {self.mean} and {self.std}"
@@ -66,13 +73,17 @@ class Transform:
         """Transform a batch of rows.
 
         Args:
-            raw: uint8, images [B, C, H, W] or tokens [B, length].
+            raw: images uint8 [B, C, H, W], tokens [B, length] or numbers [B, ...].
             key: int64 [2], which augmentation to draw; None for none, as in evaluation. Row i
                 depends on the key and i alone, so rows added at the end change no other row.
-            dtype: of the result, for images.
+            dtype: of the result, for images and tables.
         """
         if self.kind == "text":
+            if raw.is_floating_point():
+                raise ValueError(f"tokens must be whole numbers, got {raw.dtype}")
             return raw.to(torch.int64)
+        if self.kind == "table":
+            return raw.to(dtype)
         if raw.dtype != torch.uint8 or raw.dim() != 4 or raw.shape[1] != len(self.mean):
             raise ValueError(
                 f"images must be uint8 [B, {len(self.mean)}, H, W], "

@@ -39,6 +39,7 @@ from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.sim.cohort import CohortExecutor, Unsupported
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.population import as_tensor
 from fedbasin.sim.provenance import identity
 from fedbasin.sim.workers import WorkerExecutor
 
@@ -80,9 +81,12 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
     """Split off the proxy set, thin tails, deal the training rows to clients, mislabel some."""
     key = root(experiment.partition.seed if experiment.partition.seed >= 0 else experiment.seed)
     settings = experiment.data
+    if not dataset.classes:
+        _refuse_class_settings(experiment, dataset)
     splits = data.split(
         dataset,
         proxy_per_class=settings.proxy_per_class,
+        proxy_rows=settings.proxy_rows,
         proxy_from=settings.proxy_from,
         rng=key.fold("proxy").numpy(),
     )
@@ -98,7 +102,7 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
     if proxy is not None and settings.proxy_evened:
         proxy = proxy.take(partition.evened(proxy.labels, classes))
     how: Choice = parse(experiment.partition.how, "partition")
-    pool = partition.Pool(train.labels, classes, train.groups)
+    pool = partition.Pool(train.labels, classes, train.groups)  # 0 classes: targets without any
     try:
         parts = how(pool, experiment.partition.clients, key.fold("partition").numpy())
     except ValueError as error:
@@ -118,10 +122,34 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
     return Rows(data.Splits(train, proxy, splits.test), parts, classes, corrupted)
 
 
+def _refuse_class_settings(experiment: Experiment, dataset: data.Dataset) -> None:
+    """Refuse settings that speak of classes where the targets have none."""
+    settings = experiment.data
+    if settings.proxy_per_class:
+        raise ConfigError(
+            f"data.proxy_per_class is {settings.proxy_per_class}, and the targets of "
+            f"{dataset.name} have no classes: set data.proxy_rows to the number of rows the server "
+            "holds"
+        )
+    usual = (
+        ("data.imbalance", settings.imbalance, 1.0),
+        ("data.proxy_imbalance", settings.proxy_imbalance, 1.0),
+        ("data.proxy_evened", settings.proxy_evened, False),
+        ("partition.corrupted", experiment.partition.corrupted, 0.0),
+    )
+    for name, value, default in usual:
+        if value != default:
+            raise ConfigError(
+                f"{name} is {value}, and the targets of {dataset.name} have no classes: leave it "
+                f"at {default}"
+            )
+
+
 def build(
     experiment: Experiment,
     *,
     data_dir: Path | None = None,
+    dataset: data.Dataset | None = None,
     archive: Archive | None = None,
     client_archive: Archive | None = None,
 ) -> Federation:
@@ -130,6 +158,7 @@ def build(
     Args:
         experiment: the settings.
         data_dir: a local mirror of the datasets.
+        dataset: data in memory, in place of what `data.name` says.
         archive: files for models that the method keeps.
         client_archive: files for what clients keep, where it does not fit in memory.
     """
@@ -138,7 +167,8 @@ def build(
     device = pick_device(experiment.sim.device)
     dtype = pick_precision(experiment.sim.precision, device)
     key = root(experiment.seed)
-    dataset = data.load(experiment.data.name, data_dir=data_dir)
+    if dataset is None:
+        dataset = data.load(experiment.data.name, data_dir=data_dir)
     rows = cut_rows(experiment, dataset)
     method: Method = parse(experiment.method, "method")
     task: Task = parse(experiment.task, "task")
@@ -202,8 +232,13 @@ def build(
         client_archive=client_archive,
         # Last: what starts processes does so once nothing else can be wrong.
         executor=pick_executor(experiment, trainer, population, key),
-        holdings=Holdings(dataset.classes, counts, rows.corrupted),
-        data=identity(dataset.train.labels, dataset.test.labels, rows.parts.clients),
+        holdings=Holdings(dataset.classes, counts, rows.corrupted, population.sizes),
+        data=identity(
+            dataset.train.labels,
+            dataset.test.labels,
+            rows.parts.clients,
+            (dataset.train.inputs, dataset.test.inputs),
+        ),
     )
 
 
@@ -322,14 +357,15 @@ def _for_worker(
 
 
 def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:
-    inputs = torch.from_numpy(np.array(part.inputs)).to(device)
-    return inputs, torch.from_numpy(np.array(part.labels)).to(device)
+    return as_tensor(part.inputs, device), as_tensor(part.labels, device)
 
 
 def _transform(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype) -> Any:
     middle, spread = {"symmetric": (0.5, 0.5), "unit": (0.0, 1.0)}.get(settings.normalise, (0, 0))
     mean, std = dataset.mean, dataset.std
-    if settings.normalise != "dataset":
+    if dataset.kind != "image":
+        _refuse_pixel_settings(dataset, settings)
+    elif settings.normalise != "dataset":
         mean, std = (middle,) * len(mean), (spread,) * len(std)
     transform = Transform(mean, std, augment=settings.augment, kind=dataset.kind)
     return partial(transform, dtype=dtype)
@@ -345,6 +381,20 @@ def optimiser_of(local: LocalConfig) -> Optimiser:
         momentum=optimiser.momentum or local.momentum,
         weight_decay=optimiser.weight_decay or local.weight_decay,
     )
+
+
+def _refuse_pixel_settings(dataset: data.Dataset, settings: DataConfig) -> None:
+    """Refuse settings that speak of pixels where the inputs are no images."""
+    if settings.normalise != "dataset":
+        raise ConfigError(
+            f"data.normalise is {settings.normalise!r}, which scales pixels, and {dataset.name} is "
+            f"{dataset.kind}: leave it at 'dataset' and scale the numbers beforehand"
+        )
+    if settings.augment:
+        raise ConfigError(
+            f"data.augment crops and flips images, and {dataset.name} is {dataset.kind}: leave it "
+            "at false"
+        )
 
 
 def _schedule(experiment: Experiment) -> Any:
@@ -372,9 +422,12 @@ def check_needs(experiment: Experiment) -> None:
         check_plain_steps(method, optimiser_of(experiment.local), kept)
     except ValueError as error:
         raise ConfigError(f"local.optimiser: {error}") from error
-    if "proxy" in needs_of(method) and not experiment.data.proxy_per_class:
+    settings = experiment.data
+    without = not settings.proxy_per_class and not settings.proxy_rows
+    if "proxy" in needs_of(method) and without:
         raise ConfigError(
-            f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper)"
+            f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper), "
+            "or data.proxy_rows where there are no classes"
         )
 
 
@@ -433,7 +486,8 @@ def _recalibration(experiment: Experiment, net: Net, proxy: Evaluator | None) ->
         return None
     if proxy is None:
         raise ConfigError(
-            "sim.buffers = 'recalibrate' runs the model over server data: set data.proxy_per_class"
+            "sim.buffers = 'recalibrate' runs the model over server data: set "
+            "data.proxy_per_class or data.proxy_rows"
         )
 
     @torch.no_grad()

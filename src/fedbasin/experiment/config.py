@@ -32,17 +32,20 @@ class DataConfig:
         name: a dataset of ``fedbasin data list``, or ``hf:owner/name``.
         imbalance: long tail of the training classes, smallest over largest (1 keeps all rows).
         proxy_per_class: rows of each class set aside for the server.
+        proxy_rows: rows set aside for the server, drawn from all alike whatever their class: for
+            targets without classes. At most one of the two may be set.
         proxy_from: where they come from; rows taken from ``"test"`` are no longer scored.
         proxy_imbalance: long tail of the server's classes, likewise.
         proxy_evened: repeat the server's rows until its classes are of one size again.
         augment: random crop and flip in local training.
         normalise: ``"dataset"`` (its papers' mean and spread), ``"symmetric"`` (to [-1, 1], like
-            FedLAW's CIFAR) or ``"unit"`` (to [0, 1]).
+            FedLAW's CIFAR) or ``"unit"`` (to [0, 1]); the last two are for images alone.
     """
 
     name: str = "digits"
     imbalance: float = 1.0
     proxy_per_class: int = 0
+    proxy_rows: int = 0
     proxy_from: Literal["train", "test"] = "train"
     proxy_imbalance: float = 1.0
     proxy_evened: bool = False
@@ -262,6 +265,7 @@ def _check_ranges(experiment: Experiment) -> None:
             ("rounds", experiment.rounds, 1),
             ("seed", experiment.seed, 0),
             ("data.proxy_per_class", experiment.data.proxy_per_class, 0),
+            ("data.proxy_rows", experiment.data.proxy_rows, 0),
             ("partition.clients", experiment.partition.clients, 1),
             ("partition.seed", experiment.partition.seed, -1),
             ("local.lr", experiment.local.lr, 0),
@@ -295,11 +299,7 @@ def _check_ranges(experiment: Experiment) -> None:
     for name, ratio in tails:
         if not 0 < ratio <= 1:
             raise ConfigError(f"data.{name} must be in (0, 1], got {ratio}")
-    if (e.data.proxy_imbalance < 1 or e.data.proxy_evened) and not e.data.proxy_per_class:
-        raise ConfigError(
-            "data.proxy_imbalance and data.proxy_evened are of the server's rows: set "
-            "data.proxy_per_class"
-        )
+    _check_proxy(e.data)
     if not 0 <= e.partition.corrupted <= 1:
         raise ConfigError(f"partition.corrupted must be in [0, 1], got {e.partition.corrupted}")
     for round in e.snapshots.rounds:
@@ -327,6 +327,20 @@ def _check_optimiser(experiment: Experiment) -> None:
                 f"{name} is given twice, as local.{name} = {value} and in local.optimiser = "
                 f"{optimiser}: keep one of the two"
             )
+
+
+def _check_proxy(data: DataConfig) -> None:
+    if data.proxy_per_class and data.proxy_rows:
+        raise ConfigError(
+            f"data.proxy_per_class is {data.proxy_per_class} and data.proxy_rows is "
+            f"{data.proxy_rows}: set one of them"
+        )
+    without = not data.proxy_per_class and not data.proxy_rows
+    if without and (data.proxy_imbalance < 1 or data.proxy_evened):
+        raise ConfigError(
+            "data.proxy_imbalance and data.proxy_evened are of the server's rows: set "
+            "data.proxy_per_class"
+        )
 
 
 def _check_ray(experiment: Experiment) -> None:

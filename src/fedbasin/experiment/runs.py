@@ -23,6 +23,7 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.core.snapshot import Snapshots
+from fedbasin.data import Dataset
 from fedbasin.experiment.apart import at_a_run, said_once
 from fedbasin.experiment.build import build, check_needs, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
@@ -55,6 +56,7 @@ def run(
     out: Path | str,
     *,
     data_dir: Path | None = None,
+    dataset: Dataset | None = None,
     branch: Branch | None = None,
     branching: Collection[int] = (),
     on_round: OnRound | None = None,
@@ -65,6 +67,8 @@ def run(
         experiment: what to run.
         out: the run's folder; one that holds a run already is refused.
         data_dir: a local mirror of the datasets.
+        dataset: data in memory, in place of what `data.name` says; its name goes into the records.
+            To resume the run, give the same data again.
         branch: another run to take the first rounds from.
         branching: rounds after which a checkpoint is kept for other runs to go on from.
         on_round: called with each round's record.
@@ -72,7 +76,9 @@ def run(
     folder = RunFolder(Path(out))
     _refuse_begun(folder, branch)
     experiment = experiment.resolved()
-    with closing(_federation(experiment, folder, data_dir)) as federation:
+    if dataset is not None:
+        experiment = replace(experiment, data=replace(experiment.data, name=dataset.name))
+    with closing(_federation(experiment, folder, data_dir, dataset)) as federation:
         _announce_snapshots(federation, folder)
         folder.path.mkdir(parents=True, exist_ok=True)
         with alone_in(folder.path):
@@ -101,10 +107,19 @@ def resume(
     out: Path | str,
     *,
     data_dir: Path | None = None,
+    dataset: Dataset | None = None,
     branching: Collection[int] = (),
     on_round: OnRound | None = None,
 ) -> dict[str, Any]:
-    """Go on with the run of a folder; a finished one returns its summary as it is."""
+    """Go on with the run of a folder; a finished one returns its summary as it is.
+
+    Args:
+        out: the run's folder.
+        data_dir: a local mirror of the datasets.
+        dataset: the data in memory that the run was begun on; other data is refused.
+        branching: rounds after which a checkpoint is kept for other runs to go on from.
+        on_round: called with each round's record.
+    """
     folder = RunFolder(Path(out))
     if not folder.config.exists():
         raise RecordError(f"{out} holds no run: there is no config.toml in it")
@@ -112,7 +127,10 @@ def resume(
         return folder.read_summary()
     experiment = read_experiment(folder.config)
     _refuse_edited(folder, experiment)
-    with alone_in(folder.path), closing(_federation(experiment, folder, data_dir)) as federation:
+    with (
+        alone_in(folder.path),
+        closing(_federation(experiment, folder, data_dir, dataset)) as federation,
+    ):
         return _run(experiment, federation, folder, branching, on_round)
 
 
@@ -147,11 +165,14 @@ def _run(
     )
 
 
-def _federation(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Federation:
+def _federation(
+    experiment: Experiment, folder: RunFolder, data_dir: Path | None, dataset: Dataset | None
+) -> Federation:
     """Build what runs in a folder: its archive and its snapshots lie there."""
     federation = build(
         experiment,
         data_dir=data_dir,
+        dataset=dataset,
         archive=Archive(folder.archive),
         client_archive=Archive(folder.clients),
     )

@@ -22,6 +22,7 @@ from fedbasin.partition.by_class import (
 from fedbasin.partition.by_client import client_dirichlet, pachinko
 from fedbasin.partition.by_group import domain_skew, natural
 from fedbasin.partition.by_label import iid, quantity_skew, shards
+from fedbasin.partition.by_target import quantiles, size_dirichlet
 from fedbasin.partition.fedlab import fedlab_dirichlet, fedlab_shards
 from fedbasin.partition.flower import from_flower
 from fedbasin.partition.labels import exchange_labels
@@ -47,6 +48,8 @@ __all__ = [
     "longtail",
     "natural",
     "pachinko",
+    "quantiles",
     "quantity_skew",
     "shards",
+    "size_dirichlet",
 ]

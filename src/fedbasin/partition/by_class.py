@@ -46,6 +46,7 @@ def dirichlet(
         balance: whether a client that has its fair share is passed over.
     """
     whole("clients", clients)
+    pool.need_classes("dirichlet")
     positive("alpha", alpha)
     whole("minimum", minimum, least=0)
     enough(pool.rows, clients, minimum)
@@ -66,6 +67,7 @@ def class_dirichlet(
         alpha: concentration; small means few clients hold a class.
     """
     whole("clients", clients)
+    pool.need_classes("class_dirichlet")
     positive("alpha", alpha)
     shares = rng.dirichlet(np.full(clients, alpha), size=pool.classes)
     return deal(pool.labels, _rounded(shares, pool.class_sizes), rng)
@@ -95,6 +97,7 @@ def hybrid_dirichlet(
         equal: whether all clients get the same number of rows.
     """
     whole("clients", clients, least=2)
+    pool.need_classes("hybrid_dirichlet")
     positive("alpha1", alpha1)
     positive("alpha2", alpha2)
     first = clients // 2
@@ -124,6 +127,7 @@ def categorical_dirichlet(
         alpha: concentration, called beta in the FedWCM paper.
     """
     whole("clients", clients)
+    pool.need_classes("categorical_dirichlet")
     positive("alpha", alpha)
     enough(pool.rows, clients, 1)
     shares = rng.dirichlet(np.full(clients, alpha), size=pool.classes)
@@ -155,6 +159,7 @@ def grouped_dirichlet(
         equal: whether the list is cut anew into equal pieces.
     """
     whole("clients", clients)
+    pool.need_classes("grouped_dirichlet")
     positive("alpha", alpha)
     whole("group", group)
     shuffled = rng.permutation(pool.rows)

@@ -28,6 +28,7 @@ def client_dirichlet(
             rows are held more than once, and of a long tail little is left. Not with alpha = 0.
     """
     whole("clients", clients)
+    pool.need_classes("client_dirichlet")
     positive("alpha", alpha, zero="one class a client")
     if refill and alpha == 0:
         raise ValueError("refill is True with alpha = 0, which runs out of nothing: leave it out")
@@ -68,6 +69,7 @@ def pachinko(
         beta: concentration over the fine classes of a coarse one.
     """
     whole("clients", clients)
+    pool.need_classes("pachinko")
     positive("alpha", alpha)
     positive("beta", beta)
     members = _fine_classes(pool)

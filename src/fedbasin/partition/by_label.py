@@ -30,6 +30,7 @@ def shards(pool: Pool, clients: int, rng: np.random.Generator, *, per_client: in
         per_client: S, shards of each client.
     """
     count, size = shard_size(pool, clients, per_client)
+    pool.need_classes("shards")
     by_class = listed(pool.labels, pool.class_sizes[None, :], rng)
     dealt = by_class[: count * size].reshape(count, size)[rng.permutation(count)]
     return cut(dealt.ravel(), np.full(clients, per_client * size), pool.rows)
@@ -62,6 +63,7 @@ def quantity_skew(
         labels: how many classes each client owns.
     """
     whole("clients", clients)
+    pool.need_classes("quantity_skew")
     whole("labels", labels)
     if labels > pool.classes:
         raise ValueError(

@@ -36,6 +36,7 @@ def fedlab_dirichlet(
         minimum: rows every client gets at least; the whole draw is repeated until then.
     """
     whole("clients", clients)
+    pool.need_classes("fedlab_dirichlet")
     positive("alpha", alpha)
     whole("minimum", minimum, least=0)
     enough(pool.rows, clients, minimum)
@@ -65,6 +66,7 @@ def fedlab_shards(
         per_client: S, shards of each client.
     """
     count, size = shard_size(pool, clients, per_client)
+    pool.need_classes("fedlab_shards")
     by_class = np.argsort(pool.labels, kind="stable")[: count * size].reshape(count, size)
     dealt = by_class[_state(seed).permutation(count)]
     return cut(dealt.ravel(), np.full(clients, per_client * size), pool.rows)

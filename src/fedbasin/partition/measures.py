@@ -1,10 +1,10 @@
-"""How uneven a split is: three numbers a client, from the table of counts [N, C]."""
+"""How uneven a split is: three numbers a client from the table of counts [N, C], or its targets."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fedbasin.partition.pool import Floats, Ints
+from fedbasin.partition.pool import Floats, Ints, Partition, Pool
 
 
 def classes_held(counts: Ints) -> Ints:
@@ -33,6 +33,18 @@ def distance_from_global(counts: Ints) -> Floats:
     overall = counts.sum(axis=0) / max(counts.sum(), 1)
     distance: Floats = 0.5 * np.abs(_shares(counts) - overall).sum(axis=1)
     return distance
+
+
+def mean_targets(pool: Pool, shared: Partition) -> Floats:
+    """Return the mean of every target of each client, [N, k]; NaN for a client without rows."""
+    targets = pool.labels.reshape(pool.rows, -1).astype(np.float64)
+    sums = np.zeros((len(shared.clients), targets.shape[1]))
+    owner = np.repeat(np.arange(len(shared.clients)), shared.sizes())
+    np.add.at(sums, owner, targets[shared.order])
+    sizes = shared.sizes().astype(np.float64)
+    sizes[sizes == 0] = np.nan
+    means: Floats = sums / sizes[:, None]
+    return means
 
 
 def _shares(counts: Ints) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,27 +21,25 @@ class Pool:
     """The training rows that are to be shared out, seen only through their labels.
 
     Args:
-        labels: int64 [n], the class of each row, in [0, classes).
-        classes: C, how many classes there are (some may have no rows).
+        labels: int64 [n], the class of each row, in [0, classes). Without classes any numbers,
+            [n] or [n, k]: the targets.
+        classes: C, how many classes there are (some may have no rows); 0 where there are none.
         groups: int64 [n], the writer, role, domain or coarse class of each row, or None.
     """
 
-    labels: Ints
-    classes: int
+    labels: npt.NDArray[Any]
+    classes: int = 0
     groups: Ints | None = None
 
     def __post_init__(self) -> None:
         """Refuse labels and groups that no split could be made of."""
-        object.__setattr__(self, "labels", _whole_numbers("labels", self.labels))
+        whole("classes", self.classes, least=0)
+        known = _whole_numbers("labels", self.labels) if self.classes else _targets(self.labels)
+        object.__setattr__(self, "labels", known)
         if not self.labels.size:
             raise ValueError("labels is empty: there is nothing to share out")
-        whole("classes", self.classes)
-        low, high = int(self.labels.min()), int(self.labels.max())
-        if low < 0 or high >= self.classes:
-            raise ValueError(
-                f"labels holds {low if low < 0 else high}, outside [0, {self.classes}): "
-                f"number the classes from 0 and give classes={max(high + 1, self.classes)}"
-            )
+        if self.classes:
+            _check_range(self.labels, self.classes)
         if self.groups is not None:
             object.__setattr__(self, "groups", _whole_numbers("groups", self.groups))
             if len(self.groups) != self.rows:
@@ -58,12 +57,23 @@ class Pool:
         """How many rows each class has, [classes]."""
         return np.bincount(self.labels, minlength=self.classes).astype(np.int64)
 
+    def need_classes(self, partition: str) -> None:
+        """Refuse data whose targets have no classes, and say what to write instead."""
+        if not self.classes:
+            raise ValueError(
+                f"{partition} needs classes, and the targets have none: write "
+                f"quantiles({partition}(...), bins=10) to split by quantiles of the target, or use "
+                "iid, size_dirichlet(alpha=...) or natural"
+            )
+
     def needed_groups(self, partition: str) -> Ints:
         """Return the groups, or say that this data has none and what `partition` wants them for."""
         if self.groups is None:
             raise ValueError(
                 f"groups is None: {partition} needs data whose rows carry a writer, role, domain "
-                "or coarse class; use dirichlet(alpha=...) on data without them"
+                "or coarse class; use "
+                f"{'dirichlet' if self.classes else 'size_dirichlet'}(alpha=...) on data without "
+                "them"
             )
         return self.groups
 
@@ -121,8 +131,10 @@ class Partition:
         kept = [rng.permutation(mine)[int(share * len(mine) + 1e-9) :] for mine in self.clients]
         return Partition(tuple(np.sort(mine) for mine in kept), self.rows, self.again)
 
-    def counts(self, labels: Ints, classes: int) -> Ints:
-        """How many rows of each class each client holds, [N, classes]."""
+    def counts(self, labels: npt.NDArray[Any], classes: int) -> Ints:
+        """How many rows of each class each client holds, [N, classes]; [N, 0] without classes."""
+        if not classes:
+            return np.zeros((len(self.clients), 0), dtype=np.int64)
         owner = np.repeat(np.arange(len(self.clients)), self.sizes())
         cells = np.bincount(
             owner * classes + np.asarray(labels)[self.order],
@@ -168,6 +180,28 @@ def enough(rows: int, clients: int, minimum: int) -> None:
             f"minimum is {minimum}: {clients} clients would need {clients * minimum} rows and "
             f"there are {rows}; use minimum={rows // clients} or at most {rows // minimum} clients"
         )
+
+
+def _check_range(labels: Ints, classes: int) -> None:
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        raise ValueError(
+            f"labels holds {low if low < 0 else high}, outside [0, {classes}): "
+            f"number the classes from 0 and give classes={max(high + 1, classes)}"
+        )
+
+
+def _targets(values: npt.ArrayLike) -> npt.NDArray[Any]:
+    array = np.asarray(values)
+    number = array.size == 0 or array.dtype.kind in "iuf"
+    if not number or array.ndim not in (1, 2):
+        raise ValueError(
+            f"labels has shape {array.shape} and type {array.dtype}: give one number a row, or "
+            "several columns of numbers"
+        )
+    if not np.isfinite(array).all():
+        raise ValueError("labels holds NaN or infinity: remove such rows")
+    return array
 
 
 def _whole_numbers(field: str, values: Iterable[int]) -> Ints:

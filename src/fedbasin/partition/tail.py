@@ -45,6 +45,7 @@ def evened(labels: Ints, classes: int) -> Ints:
         labels: int64 [n], the class of each row.
         classes: C, how many classes there are.
     """
+    whole("classes", classes)
     most = int(Pool(labels, classes).class_sizes.max())
     found = [np.flatnonzero(np.asarray(labels) == label) for label in range(classes)]
     return np.sort(np.concatenate([np.resize(rows, most) for rows in found if rows.size]))

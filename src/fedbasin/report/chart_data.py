@@ -130,12 +130,12 @@ def _short(value: Any, scale: float = 1.0) -> float | None:
 
 
 def _holdings(title: str, held: Holdings) -> dict[str, Any]:
-    order = order_of_clients(held.counts, _MOST_BARS)
+    order = order_of_clients(held.stacked, _MOST_BARS)
     return {
         "title": title,
         "classes": held.classes,
         "clients": order.tolist(),
-        "counts": held.counts[order].tolist(),
-        "total": len(held.counts),
+        "counts": held.stacked[order].tolist(),
+        "total": len(held.sizes),
         "inOrder": bool(np.all(np.diff(order) == 1)),
     }

@@ -40,6 +40,6 @@ def write_figures(runs: Sequence[Run], stem: Path, ending: Literal["png", "svg"]
             path = named(f"{measure}-by-{against}")
             draw_curves(runs, path, title=title, measure=measure, against=against, dpi=300)
         for number, (said, held) in enumerate(shared_holdings(runs), start=1):
-            line = f"{title}, {len(held.counts):,} clients, {said}"
-            partition_figure(held.counts, held.classes, named(f"clients{number}"), line)
+            line = f"{title}, {len(held.sizes):,} clients, {said}"
+            partition_figure(held.stacked, held.classes, named(f"clients{number}"), line)
     return written

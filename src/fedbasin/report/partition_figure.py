@@ -29,11 +29,11 @@ def partition_figure(
     Up to 60 clients stand in the order of their ids; more are ordered by the class they hold
     most of, empty ones last, so that the skew shows as blocks. Beyond 500 clients, 500 of
     them, evenly spaced in that order, are drawn. More than ten classes are coloured along one
-    scale, dark to bright.
+    scale, dark to bright. Without classes there is one bar of all rows a client.
 
     Args:
-        counts: rows of each class that each client holds, [N, C].
-        class_names: C names.
+        counts: rows of each class that each client holds, [N, C]; all rows [N, 1] without classes.
+        class_names: C names; none without classes.
         path: file to write; its ending says the format.
         title: a line above the picture.
     """
@@ -45,21 +45,24 @@ def partition_figure(
     figure = Figure(
         figsize=(float(np.clip(5 + 0.06 * len(shown), 7, 13)), 6.0), layout="constrained"
     )
-    rows_axes, share_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    colours = _colours(len(class_names))
-    for axes, table, label in (
-        (rows_axes, shown, "rows"),
-        (share_axes, shown / sizes, "share of the client's rows"),
-    ):
+    panels = [(shown, "rows")]
+    if class_names:
+        panels.append((shown / sizes, "share of the client's rows"))
+    ratios = [3, 2][: len(panels)]
+    drawn = figure.subplots(len(panels), 1, sharex=True, height_ratios=ratios, squeeze=False)
+    rows_axes, share_axes = drawn[0, 0], drawn[-1, 0]
+    colours = _colours(counts.shape[1])
+    for axes, (table, label) in zip(drawn[:, 0], panels, strict=True):
         _stack(axes, table, colours)
         axes.set_ylabel(label)
         axes.spines[["top", "right"]].set_visible(False)
     rows_axes.yaxis.get_major_locator().set_params(integer=True)
     rows_axes.set_title(as_text(title), loc="left", fontsize=11)
     share_axes.set_xlim(-0.6, len(shown) - 0.4)
-    share_axes.set_xlabel(_axis_text(len(counts), len(shown)))
+    share_axes.set_xlabel(_axis_text(len(counts), len(shown), bool(class_names)))
     _name_clients(share_axes, len(shown))
-    _explain_colours(figure, class_names, colours)
+    if class_names:
+        _explain_colours(figure, class_names, colours)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return path
@@ -109,11 +112,12 @@ def _stack(axes: Axes, table: NDArray[Any], colours: Sequence[Any]) -> None:
     axes.set_ylim(0, max(float(tops[:, -1].max()) * 1.02, 1e-9))
 
 
-def _axis_text(clients: int, shown: int) -> str:
+def _axis_text(clients: int, shown: int, classes: bool) -> str:
     if clients <= _ID_ORDER:
         return "client"
     few = "" if shown == clients else f"{shown} of "
-    return f"{few}{clients:,} clients, ordered by the class they hold most of"
+    ordered = ", ordered by the class they hold most of" if classes else ""
+    return f"{few}{clients:,} clients{ordered}"
 
 
 def _name_clients(axes: Axes, shown: int) -> None:

@@ -125,7 +125,7 @@ def shared_holdings(runs: Sequence[Run]) -> list[tuple[str, Holdings]]:
     shared: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
         if (held := run.holdings) is not None:
-            key = (held.classes, held.counts.tobytes(), held.corrupted)
+            key = (held.classes, held.stacked.tobytes(), held.corrupted)
             shared.setdefault(key, []).append(run)
     several = len({run.settings.get("partition.how") for run in runs}) > 1
     found = []

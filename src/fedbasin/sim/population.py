@@ -15,14 +15,24 @@ from torch import Tensor
 
 from fedbasin.local.train import Shard
 
+# NumPy's types that torch has but cannot index rows of, and what holds the same numbers.
+_WIDER = {np.dtype(a): b for a, b in (("u2", np.int32), ("u4", np.int64), ("u8", np.int64))}
+
+
+def as_tensor(rows: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
+    """Put rows of any numbers on a device, in torch's byte order and types."""
+    native = rows.dtype.newbyteorder("=")
+    ready = np.require(rows, _WIDER.get(native, native), ["C", "W"])
+    return torch.from_numpy(ready).to(device)
+
 
 @dataclass(frozen=True)
 class Population:
     """The clients' rows.
 
     Args:
-        inputs: uint8 [m, ...] rows of client 0, then of client 1, and so on.
-        labels: int64 [m].
+        inputs: [m, ...] rows of client 0, then of client 1, and so on, of any type.
+        labels: int64 [m], or targets without classes of any type and shape [m, ...].
         offsets: int64 [N + 1]; client i holds rows offsets[i] to offsets[i + 1].
     """
 
@@ -42,8 +52,8 @@ class Population:
         sizes = np.array([len(rows) for rows in clients], dtype=np.int64)
         order = np.concatenate([*clients, np.empty(0, np.int64)]).astype(np.int64)
         return cls(
-            torch.from_numpy(np.ascontiguousarray(inputs[order])).to(device),
-            torch.from_numpy(np.ascontiguousarray(labels[order])).to(device),
+            as_tensor(inputs[order], device),
+            as_tensor(labels[order], device),
             np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         )
 
@@ -65,9 +75,12 @@ class Population:
         return Shard(self.inputs[rows], self.labels[rows])
 
     def class_counts_of(self, clients: Tensor, classes: int) -> Tensor:
-        """Count the samples of some clients by class [C, classes], all on the device."""
+        """Count the samples of some clients by class [C, classes], all on the device.
+
+        Targets without classes have classes = 0 and no counts, [C, 0].
+        """
         if not classes:
-            return torch.zeros(len(clients), 0, dtype=torch.int64, device=self.labels.device)
+            return clients.new_zeros(len(clients), 0)
         offsets = torch.from_numpy(self.offsets).to(self.labels.device)
         first, end = offsets[clients][:, None], offsets[clients + 1][:, None]
         place = torch.arange(max(int(self.sizes.max()), 1), device=self.labels.device)
@@ -77,7 +90,7 @@ class Population:
         return counts.scatter_add_(1, labels, real.to(torch.int64))
 
     def class_counts(self, classes: int) -> Tensor:
-        """Count samples by client and class: [N, classes]."""
+        """Count samples by client and class: [N, classes]; [N, 0] without classes."""
         if not classes:
             return torch.zeros(len(self), 0, dtype=torch.int64, device=self.labels.device)
         owner = np.repeat(np.arange(len(self)), self.sizes)

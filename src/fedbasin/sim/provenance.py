@@ -12,12 +12,37 @@ import numpy as np
 from fedbasin.core.record import RecordError, RunFolder, read_object, write_atomically
 
 
-def identity(train: np.ndarray, test: np.ndarray, clients: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Count the rows of a dataset; hash its labels and which rows of them each client holds."""
-    found = hashlib.blake2b(digest_size=8)
+def identity(
+    train: np.ndarray,
+    test: np.ndarray,
+    clients: Sequence[np.ndarray],
+    inputs: Sequence[np.ndarray] = (),
+) -> dict[str, Any]:
+    """Count the rows of a dataset; hash its labels and which rows of them each client holds.
+
+    Args:
+        train: labels of the training rows.
+        test: labels of the rows that are scored.
+        clients: the training rows that each client holds.
+        inputs: of both; only those that are not uint8 are hashed. Pixels and characters are told
+            apart by where they come from, and hashing them would take long.
+    """
+    digest = hashlib.blake2b(digest_size=8)
     for part in (np.array([len(held) for held in clients]), *clients, train, test):
-        found.update(part.astype(np.int64).tobytes())
-    return {"rows": len(train) + len(test), "hash": found.hexdigest()}
+        _add(digest, part)
+    for part in inputs:
+        if part.dtype != np.uint8:
+            _add(digest, part)
+    return {"rows": len(train) + len(test), "hash": digest.hexdigest()}
+
+
+def _add(digest: hashlib.blake2b, part: np.ndarray) -> None:
+    """Hash an array: classes by their numbers alone, anything else with its type and shape."""
+    if part.ndim == 1 and np.issubdtype(part.dtype, np.integer):
+        digest.update(part.astype(np.int64).tobytes())
+        return
+    digest.update(f"{part.dtype.str} {part.shape}".encode())
+    digest.update(np.ascontiguousarray(part).data)
 
 
 def begun_on(folder: RunFolder) -> dict[str, Any]:
@@ -33,7 +58,8 @@ def refuse_other(folder: RunFolder, data: Mapping[str, Any]) -> None:
         raise RecordError(
             f"{folder.path} was begun on other data: {known.get('rows')} rows (hash "
             f"{known.get('hash')}), and at hand are {data['rows']} ({data['hash']}); give it those "
-            "it was begun on (--data-dir or FEDBASIN_DATA) or start again in a new folder"
+            "it was begun on (--data-dir or FEDBASIN_DATA, in Python also dataset=) or start again "
+            "in a new folder"
         )
 
 

@@ -156,6 +156,7 @@
 
   function holdings() {
     if (!data.holdings.length) return;
+    // Targets without classes leave no class names and one count of all rows a client.
     const few = (held) => held.classes.length <= data.classColours.length;
     const colour = (held, label) =>
       few(held) ? `var(--class-${label})` : d3.interpolateViridis(label / (held.classes.length - 1));
@@ -169,7 +170,8 @@
       });
       const y = shares ? "share" : "count";
       const tell = (cell) =>
-        `client ${held.clients[cell.place]}: ${cell.total} rows\nclass ${held.classes[cell.label]}: ${cell.count} rows, ${short(cell.share)} %`;
+        `client ${held.clients[cell.place]}: ${cell.total} rows` +
+        (held.classes.length ? `\nclass ${held.classes[cell.label]}: ${cell.count} rows, ${short(cell.share)} %` : "");
       const step = Math.ceil(held.clients.length / (width / 30));
       const legend = few(held)
         ? held.classes.map((name, label) => key(colour(held, label), name))
@@ -177,7 +179,7 @@
       at("holdings-legend").replaceChildren(...legend);
       const drawn = held.clients.length < held.total ? `${held.clients.length} of ${held.total}` : `${held.total}`;
       at("holdings-caption").textContent =
-        `${drawn} clients` + (held.inOrder ? "." : ", ordered by the class they hold most of.") + " Point at a bar to read it.";
+        `${drawn} clients` + (held.inOrder || !held.classes.length ? "." : ", ordered by the class they hold most of.") + " Point at a bar to read it.";
       return frame(width, {
         ariaLabel: "rows of each class that each client holds",
         marginBottom: 40,
