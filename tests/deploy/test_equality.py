@@ -119,9 +119,11 @@ def test_statistics_follow_their_policy(policy):
     Normed().double().load_state_dict(shipped)
 
 
-@pytest.mark.parametrize(
-    "expression", ["fedavg", "fedavg(weighting='uniform')", "fedprox(mu=0.1)", "wima(window=2)"]
-)
+STREAMED = """fedavg; fedavg(weighting='uniform'); fedprox(mu=0.1); wima(window=2)
+fedsam; fedasam; fedlesam; adabest; fedacg"""
+
+
+@pytest.mark.parametrize("expression", STREAMED.replace("\n", "; ").split("; "))
 def test_averaging_as_replies_arrive_equals_the_matrix(expression):
     federation, rounds = simulated(expression, participation="count(clients=4)")
     strategy, _, _ = deployed(federation, stream=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedbasin.methods
-from fedbasin.core.catalogue import CATALOGUE, cards, entry
+from fedbasin.core.catalogue import CATALOGUE, card_of, cards, entry
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Served, Wrapper
 from fedbasin.core.rule import LocalRule, Setting
@@ -112,6 +112,20 @@ def test_a_wrapper_that_looks_at_replies_says_itself_whether_they_may_be_average
     kind = type(card.make())
     if issubclass(kind, Wrapper) and kind.aggregate is not Wrapper.aggregate:
         assert kind.streams is not Wrapper.streams
+
+
+MEAN_ALONE = {"adabest", "balancefl", "fedacg", "fedavg", "fedgrab", "fedprox"}
+MEAN_ALONE |= {"fedasam", "fedlesam", "fedsam"}
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_methods_of_the_mean_alone_stream_and_others_do_not(card):
+    """Around FedAvg, a wrapper that takes no look at the replies streams too."""
+    method = card.make()
+    base = method.base if isinstance(method, Wrapper) else method
+    looks = {"fedbe", "feddf", "fedexp", "fedgma", "fedma", "gamf"}
+    streams = card_of(base).name in MEAN_ALONE and card.name not in looks
+    assert method.streams() == (base.weighting if streams else None)
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)

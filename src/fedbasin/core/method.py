@@ -291,6 +291,44 @@ class Method(ABC):
             return repr(self)
 
 
+class Averaging(Method):
+    """A method that takes the weighted mean of the replies.
+
+    Subclasses have a field ``weighting`` and write what follows from the mean alone in `serve`;
+    replies may then be averaged as they arrive. A subclass that looks at single replies or
+    reports overrides `aggregate`.
+    """
+
+    weighting: Weighting  # p_i
+    server_lr: float = 1.0  # eta_g, the server's step along the mean update
+
+    def mean(self, replies: Replies) -> Tensor:
+        """Return sum_i p_i y_i [P]."""
+        return weighted_mean(replies.models, shares(replies.weights, self.weighting))
+
+    def stepped(self, server: Tensor, mean: Tensor) -> Tensor:
+        """Return w + eta_g (mean - w) [P]."""
+        return mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
+
+    def serve(
+        self, state: Any, server: Tensor, mean: Tensor, context: Context
+    ) -> tuple[Served, Any]:
+        """Turn the mean of the replies into what is served; return new state too."""
+        model = self.stepped(server, mean)
+        return Served(send=model, score=model), state
+
+    def aggregate(
+        self, state: Any, server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, Any]:
+        """Average, then serve."""
+        return self.serve(state, server, self.mean(replies), context)
+
+    def streams(self) -> Weighting | None:
+        """Return the weighting, unless a subclass merges the single replies itself."""
+        only_the_mean = type(self).aggregate is Averaging.aggregate
+        return self.weighting if only_the_mean else None
+
+
 @dataclass(frozen=True)
 class Wrapped:
     """The state of a wrapper."""

@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging
 from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in, normal, uniform
 from fedbasin.core.rule import LocalRule, Look, Rules, Start, View
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.losses import BalancedRows
 from fedbasin.local.step import batch_mean, one_hot
 
@@ -152,7 +152,7 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     is_fedavg_when="never: rows are drawn with replacement",
 )
 @dataclass(frozen=True)
-class BalanceFL(Method):
+class BalanceFL(Averaging):
     """Balanced rows, noise on scarce classes, and distillation for classes a client lacks.
 
     Args:
@@ -181,10 +181,3 @@ class BalanceFL(Method):
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the client half."""
         return (BalancedLearner(self.noise, self.distil, self.temperature, self.entropy),)
-
-    def aggregate(
-        self, state: tuple[()], server: Tensor, replies: Replies, context: Context
-    ) -> tuple[Served, tuple[()]]:
-        """Average."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
-        return Served(send=mean, score=mean), state

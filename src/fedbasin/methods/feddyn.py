@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.duals import Duals, Usual, mean_drift
 
 
@@ -55,7 +55,7 @@ class FedDynNotes(NamedTuple):
     is_fedavg_when="never: its first round has the proximal pull, and alpha = 0 has no server step",
 )
 @dataclass(frozen=True)
-class FedDyn(Method):
+class FedDyn(Averaging):
     """Clients and server carry duals, so that local optima meet at the global one.
 
     Args:
@@ -100,7 +100,7 @@ class FedDyn(Method):
         self, state: FedDynState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, FedDynState]:
         """Average, then shift by the mean drift of all clients."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        mean = self.mean(replies)
         drift = mean_drift(state.drift, server, replies, context.clients)
         length, most = drift.norm(), self.guard * mean.norm()
         over = length > most

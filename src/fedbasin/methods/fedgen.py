@@ -32,11 +32,11 @@ from torch.nn import functional as F
 from fedbasin.core.catalogue import entry
 from fedbasin.core.descent import Adam
 from fedbasin.core.heads import Head
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, fold_in, uniform
 from fedbasin.core.rule import Finish, LocalRule, Rules, Start, View
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.step import batch_mean
 
 _BETAS = (0.9, 0.999)
@@ -188,7 +188,7 @@ class FedGENNotes(NamedTuple):
     },
 )
 @dataclass(frozen=True)
-class FedGEN(Method):
+class FedGEN(Averaging):
     """A generator of features, learnt on the server without data, guides the clients.
 
     Args:
@@ -253,7 +253,7 @@ class FedGEN(Method):
         self, state: FedGENState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, FedGENState]:
         """Average the models and train the generator on the clients' heads."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        mean = self.mean(replies)
         head = Head.of(context.layout)
         counts = replies.reports[0].counts * (replies.weights > 0)[:, None]
         matrices, owned = head.matrix(replies.models), counts.sum(0)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Rules, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
@@ -108,7 +108,7 @@ class FedSMOOState:
     up=2.0,
 )
 @dataclass(frozen=True)
-class FedSMOO(Method):
+class FedSMOO(Averaging):
     """Duals for models and for perturbations, so that both agree across clients.
 
     Args:
@@ -150,6 +150,6 @@ class FedSMOO(Method):
         """Average, shift by the mean drift of all clients, and renew s."""
         share = shares(replies.weights, self.weighting)
         drift = mean_drift(state.drift, server, replies, context.clients)
-        model = weighted_mean(replies.models, share) + drift
+        model = self.mean(replies) + drift
         shift = of_length(self.rho, weighted_mean(replies.reports[1].vector, share))
         return Served(model, model), FedSMOOState(drift, shift)

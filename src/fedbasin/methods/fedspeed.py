@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.duals import Duals, mean_drift
 from fedbasin.local.sharpness import SAM
 
@@ -47,7 +47,7 @@ class FedSpeedState:
     is_fedavg_when="never: its first round has the proximal pull",
 )
 @dataclass(frozen=True)
-class FedSpeed(Method):
+class FedSpeed(Averaging):
     """Sharpness-aware clients with duals, whose uploads are amended by them.
 
     Args:
@@ -86,7 +86,7 @@ class FedSpeed(Method):
         self, state: FedSpeedState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, FedSpeedState]:
         """Average the uploads; the release then shifts by the mean drift of all clients."""
-        model = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        model = self.mean(replies)
         if state.drift is None:
             return Served(model, model), state
         drift = mean_drift(state.drift, server, replies, context.clients)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Gradient, LocalRule, Rules, Setting, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
@@ -87,7 +87,7 @@ class MimeNotes(NamedTuple):
     up=2.0,
 )
 @dataclass(frozen=True)
-class Mime(Method):
+class Mime(Averaging):
     """Clients take the server's momentum steps, recentred on the cohort's gradient.
 
     Args:
@@ -138,8 +138,7 @@ class Mime(Method):
         self, state: MimeState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, MimeState]:
         """Step along the mean update, and renew the momentum from the gradients of phase 1."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
-        model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
+        model = self.stepped(server, self.mean(replies))
         gradient = self._gradient(server, context)
         momentum = (1 - self.momentum) * gradient + self.momentum * state.momentum
         return Served(model, model, MimeNotes(gradient.norm())), MimeState(momentum)
