@@ -11,13 +11,14 @@ and tau stands outside the root, as in the paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import abstractmethod
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedbasin.core.method import Context
+from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
 
 First = Literal["tau", "zero"]
 
@@ -36,7 +37,7 @@ class Moments:
         square = tau * tau if first == "tau" else 0.0
         return cls(torch.zeros_like(server), torch.full_like(server, square))
 
-    def renewed(self, update: Tensor, beta1: float, square: Tensor, round: int = 0) -> Moments:
+    def renewed(self, update: Tensor, beta1: float, square: Tensor, round: int) -> Moments:
         """Return the moments after an update d [P] in a round, with the new v given."""
         return Moments(beta1 * self.mean + (1 - beta1) * update, square, round + 1)
 
@@ -45,17 +46,57 @@ class Moments:
         return lr * self.mean / (self.square.sqrt() + tau)
 
 
-def check(lr: float, tau: float, restart: float = 1.0, **betas: float) -> None:
-    """Refuse settings that no optimiser of the family can have."""
-    if not lr > 0:
-        raise ValueError(f"lr must be above 0, got {lr}")
-    if not tau > 0:
-        raise ValueError(f"tau must be above 0, got {tau}")
-    if not 0 <= restart <= 1:
-        raise ValueError(f"restart is a share of the rounds, in [0, 1], got {restart}")
-    for name, beta in betas.items():
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {beta}")
+class AdaptiveServer(Wrapper):
+    """A server that divides its step by the root of a second moment.
+
+    Subclasses have the fields ``inner``, ``lr``, ``beta1``, ``tau`` and ``first``, where wanted
+    ``restart``, and say in `square` how v follows the update.
+    """
+
+    lr: float
+    beta1: float
+    tau: float
+    first: First
+    restart: float = 1.0
+
+    @abstractmethod
+    def square(self, before: Tensor, update: Tensor) -> Tensor:
+        """Return v+ [P] from v and d."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "tau"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not 0 <= self.restart <= 1:
+            raise ValueError(f"restart is a share of the rounds, in [0, 1], got {self.restart}")
+        check_memory("beta1", self.beta1)
+
+    def begin(self, server: Tensor, context: Context) -> Moments:
+        """Start with m = 0 and v = v_0."""
+        return Moments.begin(server, self.tau, self.first)
+
+    def trunk(self, rounds: int) -> tuple[Method, int]:
+        """Be without a restart until it comes."""
+        inner, common = self.inner.trunk(rounds)
+        plain = self if self.restart == 1 else replace(self, restart=1.0)  # type: ignore[type-var]
+        parted = restart_round(self.restart, rounds)
+        return replace(plain, inner=inner), min(common, parted)  # type: ignore[type-var]
+
+    def step(
+        self, own: Moments, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, Moments]:
+        """Renew the moments, then move along the first over the root of the second."""
+        if restarts(own, self.restart, context):
+            own = self.begin(server, context)
+        update = fresh.send - server
+        own = own.renewed(update, self.beta1, self.square(own.square, update), context.round)
+        return fresh.moved(server + own.step(self.lr, self.tau)), own
+
+
+def check_memory(name: str, beta: float) -> None:
+    """Refuse a memory that is no share."""
+    if not 0 <= beta < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {beta}")
 
 
 def restarts(moments: Moments, share: float, context: Context) -> bool:
