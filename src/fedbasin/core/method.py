@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from fedbasin.core.rng import Key
 from fedbasin.core.rule import LocalRule, Rules, Setting, as_rules
 from fedbasin.core.tree import mapped
 from fedbasin.core.vectors import Layout, Weighting, shares, weighted_mean
+
+Report = TypeVar("Report", bound=tuple[Any, ...])
 
 
 class ReplyError(ValueError):
@@ -165,6 +167,20 @@ class Replies:
                 )
         if not bool(self.weights.sum() > 0):
             raise ReplyError("all replies have weight zero")
+
+    def report(self, kind: type[Report]) -> Report:
+        """Return what the cohort's clients report under a named tuple type, each leaf [C, ...].
+
+        Where two rules report the same type, it is the first one's, and a method's own rules
+        come first. Reports that travelled are known by the names of their fields.
+        """
+        for report in self.reports:
+            if isinstance(report, kind):
+                return report
+            if getattr(report, "_fields", None) == getattr(kind, "_fields", "none"):
+                return kind(*report)
+        known = [getattr(report, "_fields", type(report).__name__) for report in self.reports]
+        raise ReplyError(f"no client rule reports a {kind.__name__}; reported: {known}")
 
     def take(self, index: Tensor) -> Replies:
         """Return the chosen rows, in that order."""

@@ -152,7 +152,8 @@ class CReFF(Averaging):
     ) -> tuple[Served, CReFFState]:
         """Average; fit the features; train a head on them."""
         mean = self.mean(replies)
-        head, report = Head.of(context.layout), replies.reports[0]
+        head = Head.of(context.layout)
+        report = replies.report(Gradients)
         counted = (replies.weights > 0).to(mean.dtype)[:, None] * report.counts
         owners = counted.sum(0)
         real = torch.einsum("ic,ickd->ckd", counted, report.heads)

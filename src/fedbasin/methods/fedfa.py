@@ -209,6 +209,6 @@ class FedFA(Averaging):
         """Average models and anchors with the same weights."""
         share = shares(replies.weights, self.weighting)
         mean = self.mean(replies)
-        sent = replies.reports[0].anchors
+        sent = replies.report(Report).anchors
         anchors = weighted_mean(sent.flatten(1), share).view_as(state.anchors)
         return Served(send=mean, score=mean), FedFAState(anchors)

@@ -255,7 +255,7 @@ class FedGEN(Averaging):
         """Average the models and train the generator on the clients' heads."""
         mean = self.mean(replies)
         head = Head.of(context.layout)
-        counts = replies.reports[0].counts * (replies.weights > 0)[:, None]
+        counts = replies.report(Counts).counts * (replies.weights > 0)[:, None]
         matrices, owned = head.matrix(replies.models), counts.sum(0)
         share = counts / owned.clamp(min=1)
         generate = Generator(self.noise, head.classes, self.hidden, head.width)

@@ -151,5 +151,5 @@ class FedSMOO(Averaging):
         share = shares(replies.weights, self.weighting)
         drift = mean_drift(state.drift, server, replies, context.clients)
         model = self.mean(replies) + drift
-        shift = of_length(self.rho, weighted_mean(replies.reports[1].vector, share))
+        shift = of_length(self.rho, weighted_mean(replies.report(Shift).vector, share))
         return Served(model, model), FedSMOOState(drift, shift)

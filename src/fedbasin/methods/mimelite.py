@@ -122,6 +122,6 @@ class MimeLite(Averaging):
         """Step along the mean update, and renew the momentum from the reported gradients."""
         share = shares(replies.weights, self.weighting)
         model = self.stepped(server, self.mean(replies))
-        gradient = weighted_mean(replies.reports[1].gradient, share)
+        gradient = weighted_mean(replies.report(FullGradient).gradient, share)
         momentum = (1 - self.momentum) * gradient + self.momentum * state.momentum
         return Served(model, model, MimeLiteNotes(gradient.norm())), MimeLiteState(momentum)

@@ -164,5 +164,5 @@ class Scaffold(Averaging):
         """Step along the mean update and move c by the changes over all N clients."""
         model = self.stepped(server, self.mean(replies))
         counted = (replies.weights > 0).to(server.dtype)
-        change = weighted_mean(replies.reports[0].control, counted / context.clients)
+        change = weighted_mean(replies.report(Change).control, counted / context.clients)
         return Served(send=model, score=model), ScaffoldState(state.control + change)
