@@ -5,7 +5,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fedbasin.core.method import ReplyError
+from fedbasin.core.method import Context, ReplyError
+from fedbasin.core.rng import root
+from fedbasin.core.vectors import Layout
 from fedbasin.testing import replies_of
 
 SERVER = torch.zeros(2)
@@ -85,3 +87,12 @@ def test_a_report_that_nobody_sends_is_named():
         replace(GOOD, reports=(Counts(torch.ones(3), torch.zeros(3, 4)),)).report(Change)
     with pytest.raises(ReplyError, match="reports a Change"):
         GOOD.report(Change)
+
+
+@pytest.mark.parametrize("what", ["proxy", "class_counts", "archive", "permutations"])
+def test_what_a_context_lacks_is_named_with_who_needs_it(what):
+    bare = Context(Layout.of([("w", SERVER)]), 3, 5, root(0))
+    with pytest.raises(ValueError, match=rf"^mine needs .*, or give Context\({what}=\.\.\.\)$"):
+        bare.need(what, "mine")
+    given = ()  # what is there counts, also where it is empty
+    assert replace(bare, **{what: given}).need(what, "mine") is given

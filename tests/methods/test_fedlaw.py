@@ -678,7 +678,9 @@ def test_bad_settings_are_refused(arguments, message):
 
 def test_a_missing_proxy_set_is_named():
     server, replies, context = merged_in_a_round()
-    with pytest.raises(ValueError, match="no proxy"):
+    with pytest.raises(
+        ValueError, match=r"fedlaw needs labelled rows on the server: set data\.proxy_per_class"
+    ):
         FedLAW().aggregate((), server, replies, replace(context, proxy=None))
     assert models(linear_federation(FedLAW(epochs=1), rounds=1))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -86,6 +86,15 @@ class PrivateCounts:
     rows: Tensor  # [N] how many rows each holds
 
 
+_NEEDED = {  # what is missing, and how a run provides it
+    "proxy": "labelled rows on the server: set data.proxy_per_class",
+    "class_counts": "the clients' class counts: take data with classes",
+    "archive": "files for the clients' models: start it as a run with a folder",
+    "permutations": "to know which neurons may change places: take a network of the catalogue, "
+    "or derive them by fedbasin.models.symmetries.permutations",
+}
+
+
 @dataclass(frozen=True)
 class Context:
     """What surrounds a round.
@@ -131,6 +140,25 @@ class Context:
     def at(self, round: int, lr: float, plan: Plan | None = None) -> Context:
         """Return the context of one round."""
         return replace(self, round=round, lr=lr, plan=plan, key=self.key.fold("server", round))
+
+    @overload
+    def need(self, what: Literal["proxy"], by: object) -> Proxy: ...
+
+    @overload
+    def need(self, what: Literal["class_counts"], by: object) -> Tensor: ...
+
+    @overload
+    def need(self, what: Literal["archive"], by: object) -> Archive: ...
+
+    @overload
+    def need(self, what: Literal["permutations"], by: object) -> tuple[Group, ...]: ...
+
+    def need(self, what: str, by: object) -> Any:
+        """Return what a method or rule (`by`) cannot do without, or say how to provide it."""
+        value = getattr(self, what)
+        if value is None:
+            raise ValueError(f"{by} needs {_NEEDED[what]}, or give Context({what}=...)")
+        return value
 
 
 @dataclass(frozen=True)

@@ -169,9 +169,8 @@ class LogitAdjusted(_Shifted):
 
     def shared(self, context: Context) -> Shift:
         """Send tau log pi."""
-        if context.class_counts is None:
-            raise ValueError("logit_adjusted needs the clients' class counts: the context has none")
-        shift = log_share(context.class_counts.sum(0).double())
+        counts = context.need("class_counts", "logit_adjusted")
+        shift = log_share(counts.sum(0).double())
         # 0 log 0 counts as 0 here: without a shift no class is left out.
         return Shift(self.tau * shift if self.tau else torch.zeros_like(shift))
 

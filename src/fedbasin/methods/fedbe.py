@@ -43,7 +43,6 @@ from fedbasin.local.refine import (
     Optimiser,
     Refinement,
     distillation,
-    rows_of,
     shifted,
     teacher_logits,
 )
@@ -135,7 +134,8 @@ class FedBE(Wrapper):
         """Draw, then distil."""
         if not self.epochs:
             return fresh, own
-        proxy, key = rows_of(context, "fedbe"), context.key.fold("fedbe")
+        proxy = context.need("proxy", self)
+        key = context.key.fold("fedbe")
         counted = torch.nonzero(replies.weights > 0)[:, 0]
         models = replies.models[counted[replies.clients[counted].argsort()]]
         teachers = [fresh.send] if self.with_mean else []

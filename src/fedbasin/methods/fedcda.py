@@ -211,12 +211,7 @@ class FedCDA(Method):
 
     def _files(self, context: Context) -> Archive | None:
         """Return where models lie, if they lie on disk."""
-        if self.store == "disk" and context.archive is None:
-            raise ValueError(
-                "fedcda(store='disk') keeps models in files: start it as a run with a folder, or "
-                "put an Archive into its context"
-            )
-        return context.archive if self.store == "disk" else None
+        return context.need("archive", self) if self.store == "disk" else None
 
 
 def _check_merge(merge: Method) -> None:

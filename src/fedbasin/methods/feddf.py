@@ -32,7 +32,6 @@ from fedbasin.local.refine import (
     Optimiser,
     Refinement,
     distillation,
-    rows_of,
     shifted,
     teacher_logits,
 )
@@ -100,7 +99,7 @@ class FedDF(Wrapper):
         """Distil."""
         if not self.epochs:
             return fresh, own
-        proxy = rows_of(context, "feddf")
+        proxy = context.need("proxy", self)
         logits = teacher_logits(proxy, list(replies.models[replies.weights > 0]))
         loss = distillation(proxy, torch.softmax(logits.mean(0), 1))
         refined = self._refinement().run(fresh.send, loss, proxy, context.key.fold("feddf"))

@@ -143,9 +143,8 @@ class FedLAW(Method):
         self, state: tuple[()], server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, tuple[()]]:
         """Fit z and c to the proxy set, then merge."""
-        proxy = context.proxy
-        if proxy is None and "proxy" not in self.spares:
-            raise ValueError(f"{self} learns from data on the server: the context has no proxy")
+        spared = "proxy" in self.spares
+        proxy = context.proxy if spared else context.need("proxy", self)
         counted = replies.weights > 0
         models = replies.models if bool(counted.all()) else replies.models[counted]
         merge = Mixture(server, models, self.server_lr, CURVES[self.parameterisation])

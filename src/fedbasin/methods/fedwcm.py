@@ -272,9 +272,7 @@ class FedWCM(Method):
 
 def _counts(context: Context) -> Tensor:
     """Return the clients' class counts [N, classes], or say what is missing."""
-    counts = context.class_counts
-    if counts is None:
-        raise ValueError("fedwcm needs the clients' class counts: give Context(class_counts=...)")
+    counts = context.need("class_counts", "fedwcm")
     if counts.shape[1] < 2:
         raise ValueError(f"fedwcm needs two classes, class_counts has {counts.shape[1]}")
     return counts
