@@ -25,6 +25,7 @@ from fedbasin.core.expressions import parse, text
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Wrapper
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
+from fedbasin.core.protocols import needs_gradients
 from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.core.state import load, same, save
 from fedbasin.core.tree import flatten, mapped, tensors
@@ -170,7 +171,7 @@ def _one_round(
     plan = federation.method.plan(federation.schedule, federation.context.at(1, 0.0))
     context = federation.context.at(1, plan.lr, plan)
     cohort = np.sort(federation.key.fold("law", seed).numpy().permutation(6)[:4])
-    if method.probes:
+    if needs_gradients(method):
         probe = federation.executor.probe(cohort, Sent(server.send, server.buffers, (), 1))
         context = replace(context, probe=probe)
     shared = method.broadcast(server.state, server.send, context)

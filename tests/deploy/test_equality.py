@@ -18,6 +18,7 @@ import fedbasin.methods  # noqa: F401  (fills the catalogue)
 from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Served
+from fedbasin.core.protocols import NeedsGradients
 from fedbasin.core.tree import flatten
 from fedbasin.deploy.clients import ASK
 from fedbasin.methods import FedAvg
@@ -168,12 +169,8 @@ def test_bytes_are_what_the_simulator_predicts(expression):
 
 
 @dataclass(frozen=True)
-class Leaning(FedAvg):
+class Leaning(NeedsGradients, FedAvg):
     """FedAvg that also steps along the cohort's gradients at the model it was sent."""
-
-    @property
-    def probes(self):
-        return True
 
     def aggregate(self, state, server, replies, context):
         served, state = super().aggregate(state, server, replies, context)
@@ -182,9 +179,6 @@ class Leaning(FedAvg):
         steps = torch.arange(1.0, len(replies.clients) + 1, dtype=lean.dtype)
         lean = lean + 1e-3 * steps @ context.probe.gradients  # the order of clients matters here
         return Served(lean, lean), state
-
-    def streams(self):
-        return None
 
 
 def test_gradients_before_training_are_gathered_by_a_query():

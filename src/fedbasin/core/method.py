@@ -82,7 +82,7 @@ class PrivateCounts:
     """What the server knows of clients that keep their class counts to themselves."""
 
     total: Tensor  # [classes] rows of all clients together
-    scores: Tensor  # [N] what each client makes of its own counts, `Method.score_counts`
+    scores: Tensor  # [N] what each client makes of its own counts, `ScoresCounts`
     rows: Tensor  # [N] how many rows each holds
 
 
@@ -254,7 +254,8 @@ class Method(ABC):
     """How the server merges. Subclasses are frozen dataclasses entered in the catalogue.
 
     A base combines replies and says what clients do: `own_rules` with `own_broadcast`, then the
-    user's rules in its field `local`. A `Wrapper` adds a step of its own to another method.
+    user's rules in its field `local`. A `Wrapper` adds a step of its own to another method. What
+    only few methods do, they say by a class of `fedbasin.core.protocols`.
     """
 
     local: Rules = ()  # further rules for the clients, for methods that have the field
@@ -277,17 +278,8 @@ class Method(ABC):
         """Return what is sent beside the model, one entry for each of `own_rules`."""
         return tuple(rule.shared(context) for rule in self.own_rules())
 
-    def score_counts(self, counts: Tensor, total: Tensor) -> float:
-        """Return the one number that a client tells in place of its class counts [classes]."""
-        raise NotImplementedError(f"{self} cannot do with less than the clients' class counts")
-
     @property
-    def probes(self) -> bool:
-        """Whether the cohort sends its full gradients (`Context.probe`) before it trains."""
-        return False
-
-    @property
-    def spares(self) -> frozenset[str]:
+    def optional_needs(self) -> frozenset[str]:
         """What its card asks for and these settings can do without."""
         return frozenset()
 
@@ -303,17 +295,6 @@ class Method(ABC):
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Return how clients train in round ``context.round``; `schedule` is the configured one."""
         return schedule(context.round)
-
-    def trunk(self, rounds: int) -> tuple[Method, int]:
-        """Return a plainer method, and how many first rounds of a run the two have in common.
-
-        A run of this method may go on from there: `grow` makes its state of the other's.
-        """
-        return self, rounds
-
-    def grow(self, state: Any, server: Tensor, context: Context) -> Any:
-        """Return the state of this method for that of its trunk, where they part."""
-        return state
 
     def streams(self) -> Weighting | None:
         """Return how replies may be averaged as they arrive, or None where each one counts.
@@ -430,27 +411,9 @@ class Wrapper(Method):
         """Train as the inner method says."""
         return self.inner.plan(schedule, context)
 
-    def trunk(self, rounds: int) -> tuple[Method, int]:
-        """Wrap the inner method's trunk."""
-        inner, common = self.inner.trunk(rounds)
-        return replace(self, inner=inner), common  # type: ignore[type-var]
-
-    def grow(self, state: Wrapped, server: Tensor, context: Context) -> Wrapped:
-        """Let the inner method's state grow."""
-        return Wrapped(state.own, self.inner.grow(state.inner, server, context))
-
     def streams(self) -> Weighting | None:
         """Return what the inner method says; a `step` that looks at the replies must say None."""
         return self.inner.streams()
-
-    def score_counts(self, counts: Tensor, total: Tensor) -> float:
-        """Tell what the inner method asks for."""
-        return self.inner.score_counts(counts, total)
-
-    @property
-    def probes(self) -> bool:
-        """Ask for what the inner method asks."""
-        return self.inner.probes
 
     def cautions(self, setting: Setting) -> Iterator[str]:
         """Pass the inner method's cautions on, and name statistics that an average makes stale."""

@@ -18,7 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.method import Context, Method, Replies, Served, Wrapped, Wrapper
+from fedbasin.core.protocols import StartsLate, shared_prefix, state_from_prefix
 
 First = Literal["tau", "zero"]
 
@@ -46,7 +47,7 @@ class Moments:
         return lr * self.mean / (self.square.sqrt() + tau)
 
 
-class AdaptiveServer(Wrapper):
+class AdaptiveServer(StartsLate, Wrapper):
     """A server that divides its step by the root of a second moment.
 
     Subclasses have the fields ``inner``, ``lr``, ``beta1``, ``tau`` and ``first``, where wanted
@@ -75,12 +76,17 @@ class AdaptiveServer(Wrapper):
         """Start with m = 0 and v = v_0."""
         return Moments.begin(server, self.tau, self.first)
 
-    def trunk(self, rounds: int) -> tuple[Method, int]:
-        """Be without a restart until it comes."""
-        inner, common = self.inner.trunk(rounds)
+    def shared_prefix(self, rounds: int) -> tuple[Method, int]:
+        """Until the restart, equal the same server without one."""
+        inner, common = shared_prefix(self.inner, rounds)
         plain = self if self.restart == 1 else replace(self, restart=1.0)  # type: ignore[type-var]
         parted = restart_round(self.restart, rounds)
         return replace(plain, inner=inner), min(common, parted)  # type: ignore[type-var]
+
+    def state_from_prefix(self, state: Wrapped, server: Tensor, context: Context) -> Wrapped:
+        """Keep the moments."""
+        inner = state_from_prefix(self.inner, state.inner, server, context)
+        return Wrapped(state.own, inner)
 
     def step(
         self, own: Moments, server: Tensor, fresh: Served, replies: Replies, context: Context

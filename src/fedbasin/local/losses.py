@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.net import Net
-from fedbasin.core.rule import LocalRule, Start, View
+from fedbasin.core.rule import DrawsRows, LocalRule, Start, View
 from fedbasin.local.step import batch_mean, task_loss
 
 if TYPE_CHECKING:
@@ -181,14 +181,12 @@ class LogitAdjusted(_Shifted):
 
 @entry("rule", name="balanced_rows")
 @dataclass(frozen=True)
-class BalancedRows(LocalRule):
+class BalancedRows(DrawsRows):
     """Draw rows with replacement so that every class the client owns is equally likely.
 
     An epoch has as many draws as the client has rows, so its steps stay what they were; it no
     longer visits every row. Beside a loss that balances classes it corrects twice.
     """
-
-    owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset({"rows"})
 
     def chances(self, labels: Tensor, class_counts: Tensor) -> Tensor:
         """Draw a row with chance 1 / n_c."""

@@ -41,6 +41,7 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import entry
 from fedbasin.core.memory import Memory, empty
 from fedbasin.core.method import Context, Method, Replies, ReplyError, Served, Wrapper
+from fedbasin.core.protocols import needs_gradients
 from fedbasin.core.rule import Rules, Setting
 from fedbasin.core.selection import Candidates, check_combinations, choose, gram
 from fedbasin.core.vectors import Weighting
@@ -221,7 +222,7 @@ def _check_merge(merge: Method) -> None:
         plans |= type(base).plan is not Wrapper.plan
         base = base.inner
     plans |= type(base).plan is not Method.plan
-    if merge.rules() or merge.probes:
+    if merge.rules() or needs_gradients(merge):
         why = "asks something of the clients; rules for them go into fedcda(local=...)"
     elif plans:
         why = "sets how clients train; put it around fedcda, as in ima(fedcda)"

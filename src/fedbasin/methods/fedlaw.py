@@ -143,7 +143,7 @@ class FedLAW(Method):
         self, state: tuple[()], server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, tuple[()]]:
         """Fit z and c to the proxy set, then merge."""
-        spared = "proxy" in self.spares
+        spared = "proxy" in self.optional_needs
         proxy = context.proxy if spared else context.need("proxy", self)
         counted = replies.weights > 0
         models = replies.models if bool(counted.all()) else replies.models[counted]
@@ -170,7 +170,7 @@ class FedLAW(Method):
         return Served(model, model, notes), state
 
     @property
-    def spares(self) -> frozenset[str]:
+    def optional_needs(self) -> frozenset[str]:
         """Weights that are not learnt need no proxy set."""
         return frozenset() if self.epochs and self.learn != "none" else frozenset({"proxy"})
 

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.protocols import ScoresCounts
 from fedbasin.core.rule import LocalRule, Rules, Setting
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.batches import count_steps
@@ -164,7 +165,7 @@ class FedWCMNotes(NamedTuple):
     down=2.0,
 )
 @dataclass(frozen=True)
-class FedWCM(Method):
+class FedWCM(ScoresCounts, Method):
     """FedCM for long-tailed data: clients with scarce classes count more, momentum is adapted.
 
     Args:

@@ -30,6 +30,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
+from fedbasin.core.protocols import NeedsGradients
 from fedbasin.core.rule import Gradient, LocalRule, Rules, Setting, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
@@ -87,7 +88,7 @@ class MimeNotes(NamedTuple):
     up=2.0,
 )
 @dataclass(frozen=True)
-class Mime(Averaging):
+class Mime(NeedsGradients, Averaging):
     """Clients take the server's momentum steps, recentred on the cohort's gradient.
 
     Args:
@@ -107,11 +108,6 @@ class Mime(Averaging):
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if not self.server_lr > 0:
             raise ValueError(f"server_lr must be above 0, got {self.server_lr}")
-
-    @property
-    def probes(self) -> bool:
-        """Phase 1."""
-        return True
 
     def init(self, server: Tensor, context: Context) -> MimeState:
         """Start with M = 0."""
