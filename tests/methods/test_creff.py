@@ -6,10 +6,10 @@ import torch
 from local.directions import small_net
 from methods.numpy_network import NumpyNetworkClients, flat, forward, one_hot, softmax
 
-from fedbasin.core.heads import Head
 from fedbasin.local.batches import epoch_order, epoch_orders
 from fedbasin.methods import CReFF, FedAvg
 from fedbasin.methods.creff import Gradients, matching_gradient
+from fedbasin.methods.parts.heads import Head
 from fedbasin.testing import _one_round, toy_federation, trajectory
 
 QUICK = CReFF(features=4, match=3, epochs=2, batch=5)

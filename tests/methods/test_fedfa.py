@@ -20,12 +20,12 @@ from methods.numpy_network import (
     softmax,
 )
 
-from fedbasin.core.heads import Head
 from fedbasin.core.method import Plan
 from fedbasin.core.rng import root
 from fedbasin.core.vectors import Layout
 from fedbasin.methods import FedAvg, FedFA
 from fedbasin.methods.fedfa import Report, SharedAnchors
+from fedbasin.methods.parts.heads import Head
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.loop import Sent
 from fedbasin.testing import toy_federation, trajectory

@@ -12,8 +12,6 @@ from local.directions import (
     start_with,
 )
 
-from fedbasin.core.descent import Adam
-from fedbasin.core.heads import Head
 from fedbasin.core.rng import fold_in, root
 from fedbasin.local.step import SGD, Point, step
 from fedbasin.methods import FedAvg, FedGEN, fedgen
@@ -25,6 +23,8 @@ from fedbasin.methods.fedgen import (
     labels_at,
     noise_at,
 )
+from fedbasin.methods.parts.descent import Adam
+from fedbasin.methods.parts.heads import Head
 from fedbasin.testing import _one_round, toy_federation, trajectory
 
 SMALL = FedGEN(steps=7, noise=4, hidden=6, batch=9, lr=0.02)

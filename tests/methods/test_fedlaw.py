@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.optim.swa_utils import SWALR
 
 from fedbasin.core.catalogue import needs_of
-from fedbasin.core.descent import Adam
 from fedbasin.core.expressions import parse
-from fedbasin.core.mixture import CURVES, Mixture
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.local.batches import epoch_order
 from fedbasin.local.prox import Prox
 from fedbasin.methods import FedAvg, FedLAW
+from fedbasin.methods.parts.descent import Adam
+from fedbasin.methods.parts.mixture import CURVES, Mixture
 from fedbasin.testing import replies_of, toy_federation, trajectory
 
 # --- an independent loop in NumPy: explicit Jacobians, its own Adam, its own schedules ---------

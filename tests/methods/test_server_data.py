@@ -15,9 +15,9 @@ from fedbasin.core.vectors import Layout
 from fedbasin.experiment import ConfigError, Experiment, build
 from fedbasin.experiment.config import DataConfig, PartitionConfig
 from fedbasin.local.batches import epoch_order
-from fedbasin.local.refine import Refinement, distillation, shifted
 from fedbasin.methods import WIMA, FedAvg, FedBE, FedDF, Scaffold, ServerFT
 from fedbasin.methods.fedbe import gaussian
+from fedbasin.methods.parts.refine import Refinement, distillation, shifted
 from fedbasin.testing import LAWS, check_method, replies_of, trajectory
 
 REFINERS = [FedDF(), FedBE(), ServerFT()]

@@ -9,11 +9,11 @@ from methods.numpy_clients import NumpyClients, linear_federation, models
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context
-from fedbasin.core.moments import restart_round
 from fedbasin.core.rng import root
 from fedbasin.core.vectors import Layout
 from fedbasin.local import SGD
 from fedbasin.methods import IMA, WIMA, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
+from fedbasin.methods.parts.moments import restart_round
 from fedbasin.testing import replies_of, trajectory
 
 ADAPTIVE = [FedAdam, FedYogi, FedAdagrad]

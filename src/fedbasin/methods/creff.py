@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.heads import Head
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, normal, uniform
@@ -38,6 +37,7 @@ from fedbasin.core.rule import Finish, LocalRule, Look, Rules, Start
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.batches import epoch_orders
 from fedbasin.local.step import one_hot
+from fedbasin.methods.parts.heads import Head
 
 
 class Retrained(NamedTuple):

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Method
-from fedbasin.core.moments import AdaptiveServer, First
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.moments import AdaptiveServer, First
 
 
 @entry(

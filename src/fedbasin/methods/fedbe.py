@@ -39,14 +39,14 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
 from fedbasin.core.rng import Key, normal
 from fedbasin.core.vectors import Layout, weighted_mean
-from fedbasin.local.refine import (
+from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.refine import (
     Optimiser,
     Refinement,
     distillation,
     shifted,
     teacher_logits,
 )
-from fedbasin.methods.fedavg import FedAvg
 
 _LEAST_VARIANCE = 1e-5
 

@@ -39,13 +39,13 @@ from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import entry
-from fedbasin.core.memory import Memory, empty
 from fedbasin.core.method import Context, Method, Replies, ReplyError, Served, Wrapper
 from fedbasin.core.protocols import needs_gradients
 from fedbasin.core.rule import Rules, Setting
-from fedbasin.core.selection import Candidates, check_combinations, choose, gram
 from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.memory import Memory, empty
+from fedbasin.methods.parts.selection import Candidates, check_combinations, choose, gram
 
 Strategy = Literal["greedy", "exact", "newest", "random"]
 Store = Literal["memory", "device", "disk"]

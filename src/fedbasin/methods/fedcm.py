@@ -33,7 +33,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules, Setting
 from fedbasin.core.vectors import Weighting, shares
-from fedbasin.local.client_momentum import (
+from fedbasin.methods.parts.client_momentum import (
     ClientMomentum,
     Counted,
     SharedMomentum,

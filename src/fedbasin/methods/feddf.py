@@ -28,14 +28,14 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
-from fedbasin.local.refine import (
+from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.refine import (
     Optimiser,
     Refinement,
     distillation,
     shifted,
     teacher_logits,
 )
-from fedbasin.methods.fedavg import FedAvg
 
 
 @entry(

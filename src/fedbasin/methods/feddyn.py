@@ -4,7 +4,7 @@ r"""FedDyn: dynamic regularisers that make the clients' optima agree with the se
     server:  h+ = h - alpha/N sum_{i in S} d_i,             w+ = sum_i p_i y_i - h+/alpha
 
 with d_i = y_i - x and alpha_i = alpha, or alpha nbar/n_i (`by_size`, the authors' code). Kept in
-the equivalent form of `local/duals.py`: r_i = -q_i/alpha_i and s = -h/alpha = mean over ALL N
+the equivalent form of `parts/duals.py`: r_i = -q_i/alpha_i and s = -h/alpha = mean over ALL N
 clients of r_i, hence r_i+ = r_i + d_i, s+ = s + 1/N sum_S d_i and w+ = sum_i p_i y_i + s+. At a
 fixed point of full participation s = 0, q_i is the gradient of f_i at w, and w is the optimum of
 the mean objective (with `by_size` of the sample-weighted one).
@@ -31,7 +31,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
 from fedbasin.core.vectors import Weighting
-from fedbasin.local.duals import Duals, Usual, mean_drift
+from fedbasin.methods.parts.duals import Duals, Usual, mean_drift
 
 
 @dataclass(frozen=True)

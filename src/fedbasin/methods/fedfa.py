@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.descent import Adam
-from fedbasin.core.heads import Head
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import normal
 from fedbasin.core.rule import Finish, LocalRule, Rules, Start, View
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.step import one_hot
+from fedbasin.methods.parts.descent import Adam
+from fedbasin.methods.parts.heads import Head
 
 _BETAS = (0.9, 0.999)  # Adam's defaults
 

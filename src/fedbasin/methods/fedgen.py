@@ -30,14 +30,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.descent import Adam
-from fedbasin.core.heads import Head
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, fold_in, uniform
 from fedbasin.core.rule import Finish, LocalRule, Rules, Start, View
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.step import batch_mean
+from fedbasin.methods.parts.descent import Adam
+from fedbasin.methods.parts.heads import Head
 
 _BETAS = (0.9, 0.999)
 _LEAST = 1e-4  # of A and B

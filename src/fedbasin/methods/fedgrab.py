@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.heads import Head
 from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, LocalRule, Rules, Start, View
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.step import one_hot
+from fedbasin.methods.parts.heads import Head
 
 _LIMIT = 100.0
 _ERROR, _BEFORE, _OUTPUT, _PULL, _PUSH = range(5)  # rows of what a client keeps

@@ -10,7 +10,7 @@ small labelled proxy set, from lambda = p (data sizes) and gamma = `gamma` on:
 
 z and c follow Adam(0.5, 0.999) down the proxy loss for `epochs` passes, at a learning rate that
 halves every 20 of them. A step takes one backward pass and two matrix-vector products, and no
-graph is built through the C models (core/mixture.py has the gradients).
+graph is built through the C models (parts/mixture.py has the gradients).
 
 The paper's parts: learn="none" with `gamma` below 1 is global weight shrinking, "gamma" its
 adaptive form, "lambda" attentive LAW (stopped early by `stop_round`), "both" FedLAW. `swa` fits
@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.descent import Adam
 from fedbasin.core.method import Context, Method, Proxy, Replies, Served
-from fedbasin.core.mixture import CURVES, Mixture, Parameterisation
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import Rules
 from fedbasin.core.vectors import Weighting, shares
 from fedbasin.local.batches import proxy_batches
+from fedbasin.methods.parts.descent import Adam
+from fedbasin.methods.parts.mixture import CURVES, Mixture, Parameterisation
 
 Learn = Literal["both", "gamma", "lambda", "none"]
 _HALVED_EVERY = 20  # epochs

@@ -10,7 +10,7 @@ r"""FedSMOO: FedDyn on a perturbed gradient, where the perturbations of all clie
              w+ = sum_i p_i y_i - beta 1/N sum over ALL clients of q_i+
 
 mu_i is kept from round to round and grows with the steps a client takes. q_i is kept as
-r_i = -beta q_i, see `local/duals.py`. With one local step of new clients m_i of the "paper" is 0,
+r_i = -beta q_i, see `parts/duals.py`. With one local step of new clients m_i of the "paper" is 0,
 and so is s.
 
 Departures from the paper: none known. The paper's full text was not at hand: the client's rule
@@ -34,8 +34,8 @@ from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Rules, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.duals import Duals, mean_drift
 from fedbasin.local.sharpness import check_radius, of_length
+from fedbasin.methods.parts.duals import Duals, mean_drift
 
 Sends = Literal["paper", "release"]
 

@@ -8,7 +8,7 @@ r"""FedSpeed: FedDyn's duals on a gradient taken a little way uphill, and amende
 
 Clients of the "paper" send y_i - lambda q_i+ in place of y_i. The "release" server is FedDyn's, so
 `fedspeed(server="release")` is `feddyn(alpha=1/lambda, local=sam(rho, share=a), score="server")`.
-The two agree when all clients take part. Kept as r_i = -lambda q_i, see `local/duals.py`.
+The two agree when all clients take part. Kept as r_i = -lambda q_i, see `parts/duals.py`.
 
 Departures from the paper: none known. The paper's full text was not at hand; the client's rule and
 both servers follow public code, which agrees on them.
@@ -29,8 +29,8 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
 from fedbasin.core.vectors import Weighting
-from fedbasin.local.duals import Duals, mean_drift
 from fedbasin.local.sharpness import SAM
+from fedbasin.methods.parts.duals import Duals, mean_drift
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from fedbasin.core.protocols import ScoresCounts
 from fedbasin.core.rule import LocalRule, Rules, Setting
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.batches import count_steps
-from fedbasin.local.client_momentum import (
+from fedbasin.methods.parts.client_momentum import (
     ClientMomentum,
     Counted,
     EvenMomentum,

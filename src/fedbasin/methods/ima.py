@@ -38,9 +38,9 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.protocols import StartsLate, shared_prefix, state_from_prefix
-from fedbasin.core.trajectory import Storage, Window, empty, mean, push
 from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.trajectory import Storage, Window, empty, mean, push
 
 Decay = Literal["exponential", "constant", "cyclic", "epochs", "step", "none"]
 _PERIOD = 20

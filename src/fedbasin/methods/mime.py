@@ -33,8 +33,8 @@ from fedbasin.core.net import Net
 from fedbasin.core.protocols import NeedsGradients
 from fedbasin.core.rule import Gradient, LocalRule, Rules, Setting, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
 from fedbasin.local.step import other_loss
+from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
 
 
 class CohortGradient(NamedTuple):

@@ -28,8 +28,8 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import Finish, LocalRule, Look, Rules, Setting, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
 from fedbasin.local.step import other_loss, summed_gradient
+from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
 
 
 class FullGradient(NamedTuple):

@@ -24,13 +24,13 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules, Setting
 from fedbasin.core.vectors import Weighting, shares
-from fedbasin.local.client_momentum import (
+from fedbasin.local.sharpness import SAM
+from fedbasin.methods.parts.client_momentum import (
     ClientMomentum,
     SharedMomentum,
     mean_direction,
     unequal_steps,
 )
-from fedbasin.local.sharpness import SAM
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
-from fedbasin.local.refine import Optimiser, Refinement, shifted
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.refine import Optimiser, Refinement, shifted
 
 
 @entry(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbasin.core.descent import Adam
 from fedbasin.core.method import Proxy, Served
 from fedbasin.core.rng import Key
 from fedbasin.local.batches import epoch_order, proxy_batches
 from fedbasin.local.step import SGD, clipped, descend
+from fedbasin.methods.parts.descent import Adam
 
 Optimiser = Literal["adam", "sgd"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (model, numbers of the rows) -> mean loss
