@@ -86,8 +86,8 @@ class Peak(threading.Thread):
 def watched(watch: Watch) -> None:
     """Time FedCDA's parts where they are called."""
     from fedbasin.core.archive import Archive
-    from fedbasin.core.memory import Memory
     from fedbasin.methods import fedcda
+    from fedbasin.methods.parts.memory import Memory
 
     mapped = Archive.get
 

@@ -35,7 +35,7 @@ def cell(storage: str, width: int, size: int) -> dict:
     import torch
     from tqdm import trange
 
-    from fedbasin.core.trajectory import empty, mean, push
+    from fedbasin.methods.parts.trajectory import empty, mean, push
     from fedbasin.sim.allocator import hand_back_gaps, keep_freed_memory
 
     keep_freed_memory()  # as a run does

@@ -9,9 +9,10 @@ A law that a method cannot obey is named on its card (`exempt`) with the reason.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,21 @@ from torch import Tensor, nn
 from fedbasin.core.catalogue import card_of, needs_of
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse, text
-from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Wrapper
+from fedbasin.core.method import (
+    Context,
+    Method,
+    Plan,
+    Replies,
+    ReplyError,
+    Served,
+    Wrapped,
+    Wrapper,
+)
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
+from fedbasin.core.protocols import needs_gradients, shared_prefix, state_from_prefix
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.rule import Finish, LocalRule, Start
 from fedbasin.core.state import load, same, save
 from fedbasin.core.task import Classification
 from fedbasin.core.tree import flatten, mapped, tensors
@@ -36,7 +48,7 @@ from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Federation, LoopExecutor, Population
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.loop import Sent
-from fedbasin.sim.rounds import Server
+from fedbasin.sim.rounds import Diverged, Server
 
 _FEW_NUMBERS = 64  # bytes of scalars that travel beside models
 Law = Callable[[Method], None]
@@ -178,7 +190,7 @@ def _one_round(
     plan = federation.method.plan(federation.schedule, federation.context.at(1, 0.0))
     context = federation.context.at(1, plan.lr, plan)
     cohort = np.sort(federation.key.fold("law", seed).numpy().permutation(6)[:4])
-    if method.probes:
+    if needs_gradients(method):
         probe = federation.executor.probe(cohort, Sent(server.send, server.buffers, (), 1))
         context = replace(context, probe=probe)
     shared = method.broadcast(server.state, server.send, context)
@@ -285,24 +297,88 @@ def law_resume_equals_uninterrupted(method: Method) -> None:
                 raise AssertionError(f"resuming after round {server.round} changes the result")
 
 
+@dataclass(frozen=True)
+class _BadUpload(LocalRule):
+    """Client 0, the only one of 16 rows, sends a model that is not finite."""
+
+    value: float
+
+    def upload(self, carry: Any, start: Start, finish: Finish) -> Tensor:
+        """Replace the model where the client is the one."""
+        return torch.where(start.examples == 16, self.value, finish.vector)
+
+
+@dataclass(frozen=True)
+class _Spoilt(Wrapper):
+    """A method with one bad client, which must never reach `aggregate`."""
+
+    inner: Method
+    value: float
+
+    def rules(self) -> tuple[LocalRule, ...]:
+        """Spoil the upload last."""
+        return (*self.inner.rules(), _BadUpload(self.value))
+
+    def broadcast(self, state: Wrapped, server: Tensor, context: Context) -> tuple[Any, ...]:
+        """Send nothing to the rule that spoils."""
+        return (*super().broadcast(state, server, context), ())
+
+    def aggregate(
+        self, state: Wrapped, server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, Wrapped]:
+        """Fail: the round has a bad reply and should have been stopped."""
+        raise AssertionError(f"{self.inner} was given a reply with {self.value}")
+
+
 def law_bad_replies_are_refused(method: Method) -> None:
-    """NaN, Inf or a wrong length is refused before the method sees it, naming the client."""
-    _, server, replies, _ = _one_round(method, 5)
-    for bad in (float("nan"), float("inf")):
-        models = replies.models.clone()
-        models[1, 0] = bad
+    """A client's NaN or Inf stops the round before `aggregate`; the others can be merged.
+
+    The error names the client. Replies of the wrong length are refused too.
+    """
+    for value in (float("nan"), float("inf")):
+        federation = toy_federation(_Spoilt(method, value), participation="fraction(rate=1.0)")
         try:
-            replace(replies, models=models).check(server)
-        except ReplyError as error:
-            if str(int(replies.clients[1])) not in str(error):
-                raise AssertionError(f"the error does not name the client: {error}") from error
+            next(iter(federation.rounds_from(*federation.begin())))
+        except (ReplyError, Diverged) as error:
+            if "client 0 " not in str(error):
+                raise AssertionError(f"the error does not name client 0: {error}") from error
         else:
-            raise AssertionError(f"a reply with {bad} was accepted")
+            raise AssertionError(f"a reply with {value} was accepted")
+    state, server, replies, context = _one_round(method, 5)
     try:
         replace(replies, models=replies.models[:, 1:]).check(server)
     except ReplyError:
+        pass
+    else:
+        raise AssertionError("replies of the wrong length were accepted")
+    for left_out in range(len(replies.clients)):  # as a federation drops a bad reply
+        rest = replies.take(torch.arange(len(replies.clients)) != left_out)
+        served, _ = method.aggregate(state, server, rest, context)
+        for name, model in (("send", served.send), ("score", served.score)):
+            if model.shape != server.shape or not bool(torch.isfinite(model).all()):
+                raise AssertionError(f"without one client's reply `{name}` is not a finite model")
+
+
+def law_prefix_is_shared(method: Method) -> None:
+    """A run equals its prefix in the rounds they share, and can be continued from it."""
+    rounds = 12
+    plain, common = shared_prefix(method, rounds)
+    if plain == method or not common:
         return
-    raise AssertionError("replies of the wrong length were accepted")
+    whole = trajectory(method, rounds=rounds)
+    prefix = toy_federation(plain, rounds=rounds)
+    begun, states = prefix.begin()
+    for server, _ in itertools.islice(prefix.rounds_from(begun, states), common):
+        own = whole[server.round - 1]
+        if not same((server.send, server.score), (own.send, own.score)):
+            raise AssertionError(f"round {server.round}: {method} does not equal {plain}")
+    federation = toy_federation(method, rounds=rounds)
+    context = federation.context.at(common, 0.0)
+    state = state_from_prefix(method, server.state, server.send, context)
+    for after, _ in federation.rounds_from(replace(server, state=state), states):
+        own = whole[after.round - 1]
+        _close(own.send, after.send, f"round {after.round}: continued from the prefix, `send`")
+        _close(own.score, after.score, f"round {after.round}: continued from the prefix, `score`")
 
 
 def law_cohort_equals_loop(method: Method) -> None:
@@ -368,6 +444,7 @@ LAWS: tuple[Law, ...] = (
     law_dtype_is_kept,
     law_resume_equals_uninterrupted,
     law_bad_replies_are_refused,
+    law_prefix_is_shared,
     law_cohort_equals_loop,
     law_stream_equals_matrix,
     law_payload_is_what_the_card_says,

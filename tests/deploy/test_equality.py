@@ -18,6 +18,7 @@ import fedbasin.methods  # noqa: F401  (fills the catalogue)
 from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Served
+from fedbasin.core.protocols import NeedsGradients
 from fedbasin.core.tree import flatten
 from fedbasin.deploy.clients import ASK
 from fedbasin.methods import FedAvg
@@ -122,9 +123,11 @@ def test_statistics_follow_their_policy(policy):
     Normed().double().load_state_dict(shipped)
 
 
-@pytest.mark.parametrize(
-    "expression", ["fedavg", "fedavg(weighting='uniform')", "fedprox(mu=0.1)", "wima(window=2)"]
-)
+STREAMED = """fedavg; fedavg(weighting='uniform'); fedprox(mu=0.1); wima(window=2)
+fedsam; fedasam; fedlesam; adabest; fedacg"""
+
+
+@pytest.mark.parametrize("expression", STREAMED.replace("\n", "; ").split("; "))
 def test_averaging_as_replies_arrive_equals_the_matrix(expression):
     federation, rounds = simulated(expression, participation="count(clients=4)")
     strategy, _, _ = deployed(federation, stream=True)
@@ -169,12 +172,8 @@ def test_bytes_are_what_the_simulator_predicts(expression):
 
 
 @dataclass(frozen=True)
-class Leaning(FedAvg):
+class Leaning(NeedsGradients, FedAvg):
     """FedAvg that also steps along the cohort's gradients at the model it was sent."""
-
-    @property
-    def probes(self):
-        return True
 
     def aggregate(self, state, server, replies, context):
         served, state = super().aggregate(state, server, replies, context)
@@ -183,9 +182,6 @@ class Leaning(FedAvg):
         steps = torch.arange(1.0, len(replies.clients) + 1, dtype=lean.dtype)
         lean = lean + 1e-3 * steps @ context.probe.gradients  # the order of clients matters here
         return Served(lean, lean), state
-
-    def streams(self):
-        return None
 
 
 def test_gradients_before_training_are_gathered_by_a_query():

@@ -14,6 +14,7 @@ from deploy.grids import LocalGrid, app_for, strategy_for
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 
 from fedbasin.core.expressions import parse
+from fedbasin.core.protocols import score_counts
 from fedbasin.core.rng import root
 from fedbasin.deploy import Desk, app_of, place, private
 from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
@@ -179,5 +180,5 @@ def test_what_cannot_be_private_says_so():
     arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
     with pytest.raises(ValueError, match="write momentum='scores' or momentum='fixed'"):
         strategy.start(LocalGrid(app_for(federation), 6), arrays, num_rounds=1, timeout=5)
-    with pytest.raises(NotImplementedError, match="fedavg cannot do with less"):
-        parse("fedavg", "method").score_counts(torch.ones(3), torch.ones(3))
+    with pytest.raises(NotImplementedError, match="fedavg needs the clients' class counts"):
+        score_counts(parse("fedavg", "method"), torch.ones(3), torch.ones(3))

@@ -8,14 +8,21 @@ import pytest
 import torch
 
 import fedbasin.methods
-from fedbasin.core.catalogue import CATALOGUE, cards, entry
+from fedbasin.core.catalogue import CATALOGUE, card_of, cards, entry
 from fedbasin.core.expressions import parse
-from fedbasin.core.method import Method, Served, Wrapper
+from fedbasin.core.method import Method, Replies, ReplyError, Served, Wrapper
+from fedbasin.core.protocols import shared_prefix
 from fedbasin.core.rule import LocalRule, Setting
 from fedbasin.core.vectors import shares, weighted_mean
-from fedbasin.methods import FedAvg
+from fedbasin.methods import IMA, FedAvg
 from fedbasin.sim import Population
-from fedbasin.testing import LAWS, check_method, toy_federation
+from fedbasin.testing import (
+    LAWS,
+    check_method,
+    law_bad_replies_are_refused,
+    law_prefix_is_shared,
+    toy_federation,
+)
 
 CARDS = cards("method")
 
@@ -114,6 +121,20 @@ def test_a_wrapper_that_looks_at_replies_says_itself_whether_they_may_be_average
         assert kind.streams is not Wrapper.streams
 
 
+MEAN_ALONE = {"adabest", "balancefl", "fedacg", "fedavg", "fedgrab", "fedprox"}
+MEAN_ALONE |= {"fedasam", "fedlesam", "fedsam"}
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_methods_of_the_mean_alone_stream_and_others_do_not(card):
+    """Around FedAvg, a wrapper that takes no look at the replies streams too."""
+    method = card.make()
+    base = method.base if isinstance(method, Wrapper) else method
+    looks = {"fedbe", "feddf", "fedexp", "fedgma", "fedma", "gamf"}
+    streams = card_of(base).name in MEAN_ALONE and card.name not in looks
+    assert method.streams() == (base.weighting if streams else None)
+
+
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 def test_a_client_without_rows_spoils_nothing(card):
     """Executors leave such clients out; whoever lets one in gets no NaN from it."""
@@ -172,6 +193,76 @@ def test_the_laws_catch_broken_methods(fault, broken_card):
     else:
         with pytest.raises((AssertionError, RuntimeError)):
             check_method(method, [law for law in LAWS if law.__name__ != "law_differs_by_default"])
+
+
+def test_an_engine_that_lets_bad_replies_through_breaks_the_law(monkeypatch):
+    monkeypatch.setattr(Replies, "check", lambda self, server: None)
+    with pytest.raises(AssertionError, match="fedavg was given a reply with nan"):
+        law_bad_replies_are_refused(FedAvg())
+
+
+def test_an_error_that_names_no_client_breaks_the_law(monkeypatch):
+    def check(self, server):
+        raise ReplyError("somebody sent NaN")
+
+    monkeypatch.setattr(Replies, "check", check)
+    with pytest.raises(AssertionError, match=r"does not name client 0: .*somebody sent NaN"):
+        law_bad_replies_are_refused(FedAvg())
+
+
+@dataclass(frozen=True)
+class Whole(FedAvg):
+    """Counts on all of the cohort that it drew."""
+
+    def aggregate(self, state, server, replies, context):
+        served, state = super().aggregate(state, server, replies, context)
+        lost = torch.tensor(float(len(replies.clients) - 4))
+        return served.moved(served.send + 0 / (lost == 0).double()), state
+
+
+def test_a_method_that_fails_without_a_refused_client_breaks_the_law():
+    with pytest.raises(AssertionError, match="without one client's reply `send` is not"):
+        law_bad_replies_are_refused(Whole())
+
+
+LATE = """
+ima(window=2, start=0.5)
+wima(ima(scaffold, window=2, start=0.5), window=3)
+fedadam(ima(window=3, start=0.5), restart=0.5)
+fedyogi(restart=0.25)
+"""
+
+
+@pytest.mark.parametrize("source", LATE.split("\n")[1:-1])
+def test_late_methods_share_a_prefix(source):
+    method = parse(source, "method")
+    assert shared_prefix(method, 12)[0] != method, "so that the law checks something"
+    law_prefix_is_shared(method)
+
+
+class TooLate(IMA):
+    """Says that it parts from the inner method one model after it does."""
+
+    def shared_prefix(self, rounds):
+        inner, common = super().shared_prefix(rounds)
+        return inner, common + self.window
+
+
+class Restless(IMA):
+    """Begins its inner method anew where it parts from it."""
+
+    def state_from_prefix(self, state, server, context):
+        return super().state_from_prefix(self.inner.init(server, context), server, context)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(TooLate, "does not equal fedavgm"), (Restless, "continued from the prefix, `send`")],
+)
+def test_the_laws_catch_a_prefix_that_is_not_shared(kind, words):
+    method = kind(parse("fedavgm", "method"), window=2, start=0.5)
+    with pytest.raises(AssertionError, match=words):
+        law_prefix_is_shared(method)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fedbasin import Experiment, run
 from fedbasin.core.catalogue import CATALOGUE, cards
 from fedbasin.core.expressions import text
 from fedbasin.core.method import Plan, Wrapper
+from fedbasin.core.protocols import shared_prefix, state_from_prefix
 from fedbasin.core.record import RunFolder
 from fedbasin.core.state import load, same, save
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
@@ -119,7 +120,7 @@ def with_kept(made):
 
 
 def check_growing(method, plain, parts=3):
-    trunk, common = method.trunk(LONG)
+    trunk, common = shared_prefix(method, LONG)
     assert (text(trunk), common) == (text(plain), parts)
     made = federation(method, LONG)
     whole, before = servers(made), with_kept(federation(trunk, LONG))
@@ -128,7 +129,7 @@ def check_growing(method, plain, parts=3):
     server, kept = before[common - 1]
     _, states = made.begin()
     states.restore(kept)
-    state = method.grow(server.state, server.send, made.context.at(server.round, 0.0))
+    state = state_from_prefix(method, server.state, server.send, made.context.at(server.round, 0.0))
     for after, _ in made.rounds_from(replace(server, state=state), states):
         expected = whole[after.round - 1]
         torch.testing.assert_close(after.send, expected.send, rtol=1e-9, atol=1e-11)
@@ -153,16 +154,17 @@ def test_an_optimiser_that_restarts_goes_on_from_one_that_does_not(optimiser):
     averaged = quick("ima", **LATE)
     check_growing(quick(optimiser, inner=averaged, restart=0.67), quick(optimiser))
     check_growing(quick(optimiser, restart=0.5), quick(optimiser))
-    assert quick(optimiser, inner=averaged, restart=0.2).trunk(LONG) == (quick(optimiser), 1)
+    early = quick(optimiser, inner=averaged, restart=0.2)
+    assert shared_prefix(early, LONG) == (quick(optimiser), 1)
 
 
 def test_two_windows_part_where_the_first_of_them_needs_to():
     plain, later = quick("fedavg"), quick("ima", start=0.9, window=2)
-    assert quick("ima", inner=later, start=0.67, window=3).trunk(LONG) == (plain, 2)
+    assert shared_prefix(quick("ima", inner=later, start=0.67, window=3), LONG) == (plain, 2)
     sooner = quick("ima", start=0.67, window=3)
-    assert quick("ima", inner=sooner, start=0.9, window=2).trunk(LONG) == (plain, 2)
-    assert quick("ima", start=0.3, window=5).trunk(LONG) == (plain, 0)
-    assert plain.trunk(LONG) == (plain, LONG)
+    assert shared_prefix(quick("ima", inner=sooner, start=0.9, window=2), LONG) == (plain, 2)
+    assert shared_prefix(quick("ima", start=0.3, window=5), LONG) == (plain, 0)
+    assert shared_prefix(plain, LONG) == (plain, LONG)
 
 
 DIGITS = Experiment(

@@ -6,10 +6,10 @@ import torch
 from local.directions import small_net
 from methods.numpy_network import NumpyNetworkClients, flat, forward, one_hot, softmax
 
-from fedbasin.core.heads import Head
 from fedbasin.local.batches import epoch_order, epoch_orders
 from fedbasin.methods import CReFF, FedAvg
-from fedbasin.methods.creff import matching_gradient
+from fedbasin.methods.creff import Gradients, matching_gradient
+from fedbasin.methods.parts.heads import Head
 from fedbasin.testing import _one_round, toy_federation, trajectory
 
 QUICK = CReFF(features=4, match=3, epochs=2, batch=5)
@@ -99,13 +99,13 @@ def test_clients_report_the_mean_gradient_of_every_class_they_own():
         h, _ = forward(server.numpy(), inputs)
         extended = np.hstack([h, np.ones((len(h), 1))])
         wrong = softmax(extended @ head.T) - one_hot(labels)
-        report = replies.reports[0]
+        report = replies.report(Gradients)
         for c in range(3):
             mine = labels == c
             expected = wrong[mine].T @ extended[mine] / max(mine.sum(), 1)
             np.testing.assert_allclose(report.heads[row, c].numpy(), expected, atol=1e-12)
             assert report.counts[row, c] == float(mine.any())
-    assert 0 < replies.reports[0].counts.sum() < 3 * len(replies.clients)
+    assert 0 < replies.report(Gradients).counts.sum() < 3 * len(replies.clients)
 
 
 def numpy_head(features, method, key):
@@ -130,13 +130,13 @@ HEAD = Head.of(toy_federation(FedAvg()).context.layout)
 
 def test_a_round_of_the_server_equals_autograd_and_numpy():
     state, server, replies, context = _one_round(QUICK, 1)
-    counts = replies.reports[0].counts
+    counts = replies.report(Gradients).counts
     served, after = QUICK.aggregate(state, server, replies, context)
     real = torch.zeros(3, 3, 6, dtype=torch.float64)
     for c in range(3):
         owners = [i for i in range(len(counts)) if counts[i, c]]
         if owners:  # uniform over those that own the class
-            real[c] = sum(replies.reports[0].heads[i, c] for i in owners) / len(owners)
+            real[c] = sum(replies.report(Gradients).heads[i, c] for i in owners) / len(owners)
     features = state.features
     for _ in range(QUICK.match):
         leaf = features.clone().requires_grad_()
@@ -150,7 +150,7 @@ def test_a_round_of_the_server_equals_autograd_and_numpy():
 
 def test_classes_nobody_owns_keep_their_features_and_matching_lowers_the_loss():
     state, server, replies, context = _one_round(CReFF(match=100, epochs=0), 2)
-    report = replies.reports[0]
+    report = replies.report(Gradients)
     counts = report.counts.clone()
     counts[:, 1] = 0
     absent = replace(replies, reports=(report._replace(counts=counts),))

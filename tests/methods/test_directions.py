@@ -12,6 +12,7 @@ import torch
 from methods.numpy_clients import NumpyClients, linear_federation, unit
 
 from fedbasin.core.expressions import parse
+from fedbasin.core.protocols import needs_gradients
 from fedbasin.local import SGD
 from fedbasin.local.step import Point, step
 from fedbasin.local.train import Received
@@ -48,7 +49,7 @@ def one_direction(source, at_start=False):
     plan = federation.schedule(3)
     context = federation.context.at(3, plan.lr, plan)
     cohort = np.array([CLIENT, 3])
-    if method.probes:
+    if needs_gradients(method):
         probe = federation.executor.probe(cohort, Sent(server.send, server.buffers, (), 3))
         context = context.__class__(**{**context.__dict__, "probe": probe})
     shared = method.broadcast(server.state, server.send, context)

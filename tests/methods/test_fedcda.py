@@ -360,7 +360,7 @@ def test_bad_rounds_are_refused_naming_the_client_or_the_setting():
     halves.aggregate(state, server, replies_of(torch.zeros(30, 5)), context(40))
     with pytest.raises(ValueError, match="combinations, more than 20,000,000"):
         halves.aggregate(state, server, replies_of(torch.zeros(31, 5)), context(40))
-    with pytest.raises(ValueError, match=r"store='disk'.* Archive"):
+    with pytest.raises(ValueError, match=r"store='disk'\) needs files .*archive="):
         FedCDA(store="disk").init(server, context(40))
 
 

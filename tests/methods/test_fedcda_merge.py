@@ -13,6 +13,7 @@ import fedbasin.methods
 from fedbasin.core.catalogue import cards, needs_of
 from fedbasin.core.expressions import ExpressionError, parse, text
 from fedbasin.core.method import Context, Method, Plan, Served
+from fedbasin.core.protocols import NeedsGradients, needs_gradients
 from fedbasin.core.rng import root
 from fedbasin.core.rule import LocalRule, Setting
 from fedbasin.core.state import load, same, save
@@ -187,7 +188,7 @@ def test_a_method_of_the_server_alone_merges_and_resumes_exactly_and_others_are_
     card, tmp_path
 ):
     merge = quick(card)
-    if merge.rules() or merge.probes or card.name in AROUND | {"fedcda"}:
+    if merge.rules() or needs_gradients(merge) or card.name in AROUND | {"fedcda"}:
         with pytest.raises(ExpressionError, match=rf"fedcda: merge={card.name}"):
             parse(f"fedcda(merge={text(merge)})")
         return
@@ -218,10 +219,8 @@ def test_most_methods_of_the_server_alone_are_let_in():
         assert parse(f"fedcda(merge={name})").merge == parse(name)
 
 
-class Asks(FedAvg):
+class Asks(NeedsGradients, FedAvg):
     """Asks for gradients, by no rule."""
-
-    probes = True
 
 
 class Plans(FedAvg):

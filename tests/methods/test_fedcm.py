@@ -10,13 +10,13 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.rule import LocalRule, Start
 from fedbasin.local import SGD, Prox
-from fedbasin.local.client_momentum import (
+from fedbasin.methods import FedAvg, FedCM
+from fedbasin.methods.parts.client_momentum import (
     ClientMomentum,
     EvenMomentum,
     SharedMomentum,
     mean_direction,
 )
-from fedbasin.methods import FedAvg, FedCM
 from fedbasin.testing import LAWS, check_method, replies_of, trajectory
 
 QUICK_LAWS = [law for law in LAWS if "order" not in law.__name__]

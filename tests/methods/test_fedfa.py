@@ -20,12 +20,12 @@ from methods.numpy_network import (
     softmax,
 )
 
-from fedbasin.core.heads import Head
 from fedbasin.core.method import Plan
 from fedbasin.core.rng import root
 from fedbasin.core.vectors import Layout
 from fedbasin.methods import FedAvg, FedFA
-from fedbasin.methods.fedfa import SharedAnchors
+from fedbasin.methods.fedfa import Report, SharedAnchors
+from fedbasin.methods.parts.heads import Head
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.loop import Sent
 from fedbasin.testing import toy_federation, trajectory
@@ -173,7 +173,7 @@ def test_an_unfinished_epoch_renews_anchors_once():
         shared = method.broadcast(server.state, server.send, federation.context)
         sent = Sent(server.send, server.buffers, shared, 0)
         gathered = executor.train(np.array([3]), sent, Plan(0.0, None, 3), states)
-        reports.append(gathered.replies.reports[0].anchors[0].numpy())
+        reports.append(gathered.replies.report(Report).anchors[0].numpy())
     world = NumpyNetworkClients(federation)
     a = np.eye(3, 5)
     batches = list(world.steps(0, 3))

@@ -12,13 +12,20 @@ from local.directions import (
     start_with,
 )
 
-from fedbasin.core.descent import Adam
-from fedbasin.core.heads import Head
 from fedbasin.core.rng import fold_in, root
 from fedbasin.local import SGD
 from fedbasin.local.step import Point, step
 from fedbasin.methods import FedAvg, FedGEN, fedgen
-from fedbasin.methods.fedgen import Generator, SharedGenerator, generator_loss, labels_at, noise_at
+from fedbasin.methods.fedgen import (
+    Counts,
+    Generator,
+    SharedGenerator,
+    generator_loss,
+    labels_at,
+    noise_at,
+)
+from fedbasin.methods.parts.descent import Adam
+from fedbasin.methods.parts.heads import Head
 from fedbasin.testing import _one_round, toy_federation, trajectory
 
 SMALL = FedGEN(steps=7, noise=4, hidden=6, batch=9, lr=0.02)
@@ -95,7 +102,7 @@ def test_a_round_of_the_server_is_adam_on_that_loss():
     state, server, replies, context = _one_round(SMALL, 0)
     served, after = SMALL.aggregate(state, server, replies, context)
     assert torch.equal(served.send, FedAvg().aggregate((), server, replies, context)[0].send)
-    counts = replies.reports[0].counts
+    counts = replies.report(Counts).counts
     assert torch.equal(counts, context.class_counts[replies.clients].double())
     head = Head.of(context.layout)
     module = module_of(state.generator)
@@ -197,7 +204,7 @@ def test_a_class_once_learnt_stays_known_and_a_client_without_weight_teaches_non
     counts[0] = torch.tensor([0.0, 0.0, 5.0])
     weights = replies.weights * (torch.arange(count) > 0)
     replies = replace(
-        replies, weights=weights, reports=(replies.reports[0]._replace(counts=counts),)
+        replies, weights=weights, reports=(replies.report(Counts)._replace(counts=counts),)
     )
     before = replace(state, known=torch.tensor([1.0, 0.0, 0.0]).to(server))
     served, after = SMALL.aggregate(before, server, replies, context)
@@ -207,9 +214,9 @@ def test_a_class_once_learnt_stays_known_and_a_client_without_weight_teaches_non
 def test_classes_absent_from_the_cohort_are_not_learnt_nor_sent():
     state, server, replies, context = _one_round(SMALL, 0)
     state = replace(state, known=torch.zeros(3, dtype=torch.float64))
-    counts = replies.reports[0].counts.clone()
+    counts = replies.report(Counts).counts.clone()
     counts[:, 2] = 0
-    cohort = replace(replies, reports=(replies.reports[0]._replace(counts=counts),))
+    cohort = replace(replies, reports=(replies.report(Counts)._replace(counts=counts),))
     _, after = SMALL.aggregate(state, server, cohort, context)
     assert after.known.tolist() == [1, 1, 0]
     # Without decay, the column of the class in the generator stays: no gradient ever reached it.

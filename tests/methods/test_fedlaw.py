@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.optim.swa_utils import SWALR
 
 from fedbasin.core.catalogue import needs_of
-from fedbasin.core.descent import Adam
 from fedbasin.core.expressions import parse
-from fedbasin.core.mixture import CURVES, Mixture
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.local.batches import epoch_order
 from fedbasin.local.prox import Prox
 from fedbasin.methods import FedAvg, FedLAW
+from fedbasin.methods.parts.descent import Adam
+from fedbasin.methods.parts.mixture import CURVES, Mixture
 from fedbasin.testing import replies_of, toy_federation, trajectory
 
 # --- an independent loop in NumPy: explicit Jacobians, its own Adam, its own schedules ---------
@@ -678,7 +678,9 @@ def test_bad_settings_are_refused(arguments, message):
 
 def test_a_missing_proxy_set_is_named():
     server, replies, context = merged_in_a_round()
-    with pytest.raises(ValueError, match="no proxy"):
+    with pytest.raises(
+        ValueError, match=r"fedlaw needs labelled rows on the server: set data\.proxy_per_class"
+    ):
         FedLAW().aggregate((), server, replies, replace(context, proxy=None))
     assert models(linear_federation(FedLAW(epochs=1), rounds=1))
 

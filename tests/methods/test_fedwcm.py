@@ -18,9 +18,9 @@ from fedbasin.core.vectors import Layout
 from fedbasin.experiment import from_mapping
 from fedbasin.experiment.build import build
 from fedbasin.local import SGD
-from fedbasin.local.client_momentum import EvenMomentum, SharedMomentum
 from fedbasin.methods import FedAvg, FedCM, FedWCM
 from fedbasin.methods.fedwcm import SCORES, TEMPERATURES, census
+from fedbasin.methods.parts.client_momentum import EvenMomentum, SharedMomentum
 from fedbasin.partition import Pool, client_dirichlet, longtail
 from fedbasin.testing import LAWS, check_method, replies_of, trajectory
 

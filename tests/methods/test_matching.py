@@ -12,7 +12,7 @@ from torch import nn
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context
 from fedbasin.core.net import Net
-from fedbasin.core.permutations import Group, Orders, Place, best_order, needed, reorder
+from fedbasin.core.permutations import Group, Orders, Place, best_order, reorder
 from fedbasin.core.rng import root
 from fedbasin.core.rule import Setting
 from fedbasin.methods import GAMF, FedAvg, FedMA
@@ -279,7 +279,6 @@ def test_a_context_without_permutations_says_how_to_get_them():
     for method in (FedMA(), GAMF()):
         with pytest.raises(ValueError, match="symmetries"):
             merge(method, model, model[None], replace(context, permutations=None))
-    assert needed(()) == ()
 
 
 def test_batchnorm_statistics_are_named_as_a_caution():

@@ -177,8 +177,8 @@ def test_cautions(make):
     calm = Setting(0.0, 0.0, None, True, False)
     assert not list(make().cautions(calm))
     assert "stay frozen" in next(make().cautions(calm._replace(momentum=0.9)))
-    assert "cross-entropy" in next(make(local=Squared()).cautions(calm))
-    assert "cross-entropy" in next(Scaffold(option="full", local=Squared()).cautions(calm))
+    assert "the task's loss" in next(make(local=Squared()).cautions(calm))
+    assert "the task's loss" in next(Scaffold(option="full", local=Squared()).cautions(calm))
     assert not list(Scaffold(local=Squared()).cautions(calm))
 
 

@@ -8,6 +8,7 @@ from methods.numpy_clients import NumpyClients, linear_federation, models
 from fedbasin.core.method import Plan
 from fedbasin.local import SGD
 from fedbasin.methods import FedAvg, Scaffold
+from fedbasin.methods.scaffold import Change
 from fedbasin.testing import _one_round, trajectory
 
 
@@ -124,7 +125,7 @@ def test_a_client_without_rows_leaves_the_servers_control_alone():
     counted = torch.arange(len(replies.weights)) > 0
     cohort = replace(replies, weights=replies.weights * counted)
     _, after = Scaffold().aggregate(state, server, cohort, context)
-    changes = replies.reports[0].control.numpy()
+    changes = replies.report(Change).control.numpy()
     expected = state.control.numpy() + changes[1:].sum(0) / context.clients
     np.testing.assert_allclose(after.control.numpy(), expected, rtol=1e-10, atol=1e-13)
     assert np.abs(changes[0]).max() > 1e-3

@@ -9,11 +9,11 @@ from methods.numpy_clients import NumpyClients, linear_federation, models
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context
-from fedbasin.core.moments import restart_round
 from fedbasin.core.rng import root
 from fedbasin.core.vectors import Layout
 from fedbasin.local import SGD
 from fedbasin.methods import IMA, WIMA, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
+from fedbasin.methods.parts.moments import restart_round
 from fedbasin.testing import replies_of, trajectory
 
 ADAPTIVE = [FedAdam, FedYogi, FedAdagrad]
@@ -159,7 +159,7 @@ def test_moments_start_anew_at_the_round_asked_for(make):
 
 def test_a_share_of_the_rounds_is_not_rounded_down_by_its_last_digit():
     assert 0.29 * 100 < 29
-    assert restart_round(0.29, 100) == FedAdam(restart=0.29).trunk(100)[1] == 29
+    assert restart_round(0.29, 100) == FedAdam(restart=0.29).shared_prefix(100)[1] == 29
 
 
 @pytest.mark.parametrize("make", [FedAdam, FedYogi])

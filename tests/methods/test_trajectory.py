@@ -12,10 +12,10 @@ from methods.numpy_clients import linear_federation
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context, Plan
 from fedbasin.core.rng import root
-from fedbasin.core.trajectory import RunningMean, empty, mean, push
 from fedbasin.core.tree import tensors
 from fedbasin.core.vectors import Layout
 from fedbasin.methods import IMA, SWA, WIMA, FedAvg, FedProx, Scaffold
+from fedbasin.methods.parts.trajectory import RunningMean, empty, mean, push
 from fedbasin.testing import replies_of, toy_federation, trajectory
 
 LAYOUT = Layout(("body", "head.weight"), ((2,), (3,)), head=("head.weight",))

@@ -16,7 +16,7 @@ import sys
 
 import torch
 
-from fedbasin.core.trajectory import empty, mean, push
+from fedbasin.methods.parts.trajectory import empty, mean, push
 from fedbasin.sim.allocator import hand_back_gaps, keep_freed_memory
 
 def held():

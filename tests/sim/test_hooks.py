@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Served
 from fedbasin.core.net import Net
-from fedbasin.core.rule import LocalRule, Setting, check_rules
+from fedbasin.core.protocols import NeedsGradients
+from fedbasin.core.rule import DrawsRows, LocalRule, Setting, check_rules
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.local.step import summed_gradient
 from fedbasin.methods.fedavg import FedAvg
@@ -34,7 +35,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Nosy(LocalRule):
+class Nosy(DrawsRows):
     """Fill every hook with something that shows."""
 
     owns: ClassVar[frozenset] = frozenset({"rows", "loss"})
@@ -199,12 +200,8 @@ def test_rows_are_drawn_in_proportion_to_their_chances():
 
 
 @dataclass(frozen=True)
-class GradientDescent(Method):
+class GradientDescent(NeedsGradients, Method):
     """Step along the mean of the probe, and ignore what the clients trained."""
-
-    @property
-    def probes(self):
-        return True
 
     def aggregate(self, state, server, replies, context):
         mean = weighted_mean(context.probe.gradients, shares(context.probe.weights))
@@ -236,6 +233,14 @@ def test_two_rules_that_own_one_hook_are_refused():
     with pytest.raises(ValueError, match="only one rule may replace the task loss"):
         check_rules((Nosy(), Nosy()))
     check_rules((Nosy(), LocalRule()))
+
+
+def test_a_rule_that_owns_the_rows_must_say_how_they_are_drawn():
+    class Claims(LocalRule):
+        owns: ClassVar[frozenset] = frozenset({"rows"})
+
+    with pytest.raises(ValueError, match="derive it from DrawsRows"):
+        check_rules((Claims(),))
 
 
 def test_the_rule_that_replaces_the_loss_comes_first_wherever_it_stands():

@@ -10,6 +10,7 @@ from torch import nn
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Served
+from fedbasin.core.protocols import shared_prefix
 from fedbasin.core.record import RunFolder
 from fedbasin.core.state import read
 from fedbasin.local import Prox
@@ -368,7 +369,7 @@ def test_a_branch_goes_on_with_what_its_trunk_had_learnt(tmp_path):
     trunk, branch, whole = (RunFolder(tmp_path / name) for name in ("trunk", "branch", "whole"))
     for folder in (trunk, branch, whole):
         folder.path.mkdir()
-    method, common = late.trunk(8)
+    method, common = shared_prefix(late, 8)
     assert method == plain and 1 < common < 8
     run(toy_federation(plain, rounds=8), trunk, {}, branching=(common,))
     graft(toy_federation(late, rounds=8), branch, trunk, common)

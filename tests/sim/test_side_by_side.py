@@ -11,7 +11,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.data.transform import Transform
 from fedbasin.local import SGD, Trainer
-from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum
+from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum
 from fedbasin.models import convolution
 from fedbasin.models.convolution import Convolution
 from fedbasin.models.normalisation import Normalisation

@@ -161,6 +161,6 @@ def needs_of(thing: object) -> set[str]:
         return set()
     needs, inside = set(card.needs), [getattr(thing, p.name) for p in card.parameters]
     if card.kind == "method":
-        needs -= thing.spares  # type: ignore[attr-defined]
+        needs -= thing.optional_needs  # type: ignore[attr-defined]
         inside += thing.rules()  # type: ignore[attr-defined]
     return needs.union(*map(needs_of, inside))

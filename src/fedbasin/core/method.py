@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from fedbasin.core.tree import mapped
 from fedbasin.core.vectors import Layout, Weighting, shares, weighted_mean
 
 EffectiveSteps = Callable[[int, float], float | None]  # (K, eta mu) -> a_i of FedNova
+Report = TypeVar("Report", bound=tuple[Any, ...])
 
 
 class ReplyError(ValueError):
@@ -82,8 +83,17 @@ class PrivateCounts:
     """What the server knows of clients that keep their class counts to themselves."""
 
     total: Tensor  # [classes] rows of all clients together
-    scores: Tensor  # [N] what each client makes of its own counts, `Method.score_counts`
+    scores: Tensor  # [N] what each client makes of its own counts, `ScoresCounts`
     rows: Tensor  # [N] how many rows each holds
+
+
+_NEEDED = {  # what is missing, and how a run provides it
+    "proxy": "labelled rows on the server: set data.proxy_per_class",
+    "class_counts": "the clients' class counts: take data with classes",
+    "archive": "files for the clients' models: start it as a run with a folder",
+    "permutations": "to know which neurons may change places: take a network of the catalogue, "
+    "or derive them by fedbasin.models.symmetries.permutations",
+}
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,25 @@ class Context:
         """Return the context of one round."""
         return replace(self, round=round, lr=lr, plan=plan, key=self.key.fold("server", round))
 
+    @overload
+    def need(self, what: Literal["proxy"], by: object) -> Proxy: ...
+
+    @overload
+    def need(self, what: Literal["class_counts"], by: object) -> Tensor: ...
+
+    @overload
+    def need(self, what: Literal["archive"], by: object) -> Archive: ...
+
+    @overload
+    def need(self, what: Literal["permutations"], by: object) -> tuple[Group, ...]: ...
+
+    def need(self, what: str, by: object) -> Any:
+        """Return what a method or rule (`by`) cannot do without, or say how to provide it."""
+        value = getattr(self, what)
+        if value is None:
+            raise ValueError(f"{by} needs {_NEEDED[what]}, or give Context({what}=...)")
+        return value
+
 
 @dataclass(frozen=True)
 class Replies:
@@ -170,6 +199,20 @@ class Replies:
                 )
         if not bool(self.weights.sum() > 0):
             raise ReplyError("all replies have weight zero")
+
+    def report(self, kind: type[Report]) -> Report:
+        """Return what the cohort's clients report under a named tuple type, each leaf [C, ...].
+
+        Where two rules report the same type, it is the first one's, and a method's own rules
+        come first. Reports that travelled are known by the names of their fields.
+        """
+        for report in self.reports:
+            if isinstance(report, kind):
+                return report
+            if getattr(report, "_fields", None) == getattr(kind, "_fields", "none"):
+                return kind(*report)
+        known = [getattr(report, "_fields", type(report).__name__) for report in self.reports]
+        raise ReplyError(f"no client rule reports a {kind.__name__}; reported: {known}")
 
     def take(self, index: Tensor) -> Replies:
         """Return the chosen rows, in that order."""
@@ -215,7 +258,8 @@ class Method(ABC):
     """How the server merges. Subclasses are frozen dataclasses entered in the catalogue.
 
     A base combines replies and says what clients do: `own_rules` with `own_broadcast`, then the
-    user's rules in its field `local`. A `Wrapper` adds a step of its own to another method.
+    user's rules in its field `local`. A `Wrapper` adds a step of its own to another method. What
+    only few methods do, they say by a class of `fedbasin.core.protocols`.
     """
 
     local: Rules = ()  # further rules for the clients, for methods that have the field
@@ -238,17 +282,8 @@ class Method(ABC):
         """Return what is sent beside the model, one entry for each of `own_rules`."""
         return tuple(rule.shared(context) for rule in self.own_rules())
 
-    def score_counts(self, counts: Tensor, total: Tensor) -> float:
-        """Return the one number that a client tells in place of its class counts [classes]."""
-        raise NotImplementedError(f"{self} cannot do with less than the clients' class counts")
-
     @property
-    def probes(self) -> bool:
-        """Whether the cohort sends its full gradients (`Context.probe`) before it trains."""
-        return False
-
-    @property
-    def spares(self) -> frozenset[str]:
+    def optional_needs(self) -> frozenset[str]:
         """What its card asks for and these settings can do without."""
         return frozenset()
 
@@ -264,17 +299,6 @@ class Method(ABC):
     def plan(self, schedule: Callable[[int], Plan], context: Context) -> Plan:
         """Return how clients train in round ``context.round``; `schedule` is the configured one."""
         return schedule(context.round)
-
-    def trunk(self, rounds: int) -> tuple[Method, int]:
-        """Return a plainer method, and how many first rounds of a run the two have in common.
-
-        A run of this method may go on from there: `grow` makes its state of the other's.
-        """
-        return self, rounds
-
-    def grow(self, state: Any, server: Tensor, context: Context) -> Any:
-        """Return the state of this method for that of its trunk, where they part."""
-        return state
 
     def streams(self) -> Weighting | None:
         """Return how replies may be averaged as they arrive, or None where each one counts.
@@ -294,6 +318,44 @@ class Method(ABC):
             return text(self)
         except ExpressionError:  # a method that is not in the catalogue
             return repr(self)
+
+
+class Averaging(Method):
+    """A method that takes the weighted mean of the replies.
+
+    Subclasses have a field ``weighting`` and write what follows from the mean alone in `serve`;
+    replies may then be averaged as they arrive. A subclass that looks at single replies or
+    reports overrides `aggregate`.
+    """
+
+    weighting: Weighting  # p_i
+    server_lr: float = 1.0  # eta_g, the server's step along the mean update
+
+    def mean(self, replies: Replies) -> Tensor:
+        """Return sum_i p_i y_i [P]."""
+        return weighted_mean(replies.models, shares(replies.weights, self.weighting))
+
+    def stepped(self, server: Tensor, mean: Tensor) -> Tensor:
+        """Return w + eta_g (mean - w) [P]."""
+        return mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
+
+    def serve(
+        self, state: Any, server: Tensor, mean: Tensor, context: Context
+    ) -> tuple[Served, Any]:
+        """Turn the mean of the replies into what is served; return new state too."""
+        model = self.stepped(server, mean)
+        return Served(send=model, score=model), state
+
+    def aggregate(
+        self, state: Any, server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, Any]:
+        """Average, then serve."""
+        return self.serve(state, server, self.mean(replies), context)
+
+    def streams(self) -> Weighting | None:
+        """Return the weighting, unless a subclass merges the single replies itself."""
+        only_the_mean = type(self).aggregate is Averaging.aggregate
+        return self.weighting if only_the_mean else None
 
 
 @dataclass(frozen=True)
@@ -353,27 +415,9 @@ class Wrapper(Method):
         """Train as the inner method says."""
         return self.inner.plan(schedule, context)
 
-    def trunk(self, rounds: int) -> tuple[Method, int]:
-        """Wrap the inner method's trunk."""
-        inner, common = self.inner.trunk(rounds)
-        return replace(self, inner=inner), common  # type: ignore[type-var]
-
-    def grow(self, state: Wrapped, server: Tensor, context: Context) -> Wrapped:
-        """Let the inner method's state grow."""
-        return Wrapped(state.own, self.inner.grow(state.inner, server, context))
-
     def streams(self) -> Weighting | None:
         """Return what the inner method says; a `step` that looks at the replies must say None."""
         return self.inner.streams()
-
-    def score_counts(self, counts: Tensor, total: Tensor) -> float:
-        """Tell what the inner method asks for."""
-        return self.inner.score_counts(counts, total)
-
-    @property
-    def probes(self) -> bool:
-        """Ask for what the inner method asks."""
-        return self.inner.probes
 
     def cautions(self, setting: Setting) -> Iterator[str]:
         """Pass the inner method's cautions on, and name statistics that an average makes stale."""

@@ -139,16 +139,6 @@ class Orders:
         return left / max(units, 1)
 
 
-def needed(groups: tuple[Group, ...] | None) -> tuple[Group, ...]:
-    """Return the groups a context has, or say how to get them."""
-    if groups is None:
-        raise ValueError(
-            "this method re-orders neurons: the context needs `permutations`, as "
-            "fedbasin.models.symmetries.permutations derives them from a network"
-        )
-    return groups
-
-
 def stale_statistics(setting: Setting) -> Iterator[str]:
     """Say why re-ordered models do not fit averaged BatchNorm statistics."""
     if setting.statistics:

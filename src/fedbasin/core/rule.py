@@ -11,8 +11,17 @@ What crosses `vmap` (own state, survey, carry, report) is a named tuple of tenso
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    runtime_checkable,
+)
 
 from torch import Tensor
 
@@ -107,11 +116,6 @@ class LocalRule:
     owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset()  # hooks only one rule may fill
     surveys: ClassVar[bool] = False  # whether `survey` is wanted before training
 
-    @property
-    def pull(self) -> float:
-        """The mu of a term mu (v - x) in `direction`; it shortens what gradients add up to."""
-        return 0.0
-
     def shared(self, context: Context) -> Any:
         """Return what the server sends to this rule where the method itself sends nothing."""
         return ()
@@ -119,10 +123,6 @@ class LocalRule:
     def own(self, vector: Tensor) -> Any:
         """Return the state a client has before its first round: a named tuple of zeros."""
         return ()
-
-    def chances(self, labels: Tensor, class_counts: Tensor) -> Tensor:
-        """Return how likely each row [n] is drawn with replacement; for a rule that owns "rows"."""
-        raise NotImplementedError
 
     def survey(self, look: Look) -> Any:
         """Return sums over some rows at the received model; they add up over the client's rows."""
@@ -164,6 +164,26 @@ class LocalRule:
         yield from ()
 
 
+class DrawsRows(LocalRule, ABC):
+    """A rule that draws a client's rows with replacement."""
+
+    owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset({"rows"})
+
+    @abstractmethod
+    def chances(self, labels: Tensor, class_counts: Tensor) -> Tensor:
+        """Return how likely each row [n] is drawn."""
+
+
+@runtime_checkable
+class Proximal(Protocol):
+    """A rule whose `direction` adds mu (v - x), which shortens what gradients add up to."""
+
+    @property
+    def proximal_mu(self) -> float:
+        """The strength mu."""
+        ...
+
+
 Rules = LocalRule | tuple[LocalRule, ...]
 
 
@@ -174,6 +194,9 @@ def as_rules(local: Rules) -> tuple[LocalRule, ...]:
 
 def check_rules(rules: tuple[LocalRule, ...]) -> None:
     """Refuse rules of which two fill a hook that only one may."""
+    for rule in rules:
+        if "rows" in rule.owns and not isinstance(rule, DrawsRows):
+            raise ValueError(f"{rule} owns 'rows' and gives no chances: derive it from DrawsRows")
     for hook, what in (("loss", "replace the task loss"), ("rows", "choose the rows of a batch")):
         owners = [str(rule) for rule in rules if hook in rule.owns]
         if len(owners) > 1:

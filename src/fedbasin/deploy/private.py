@@ -19,6 +19,7 @@ import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from fedbasin.core.method import Method, PrivateCounts
+from fedbasin.core.protocols import score_counts
 from fedbasin.core.rng import Key
 from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
 from fedbasin.deploy.wire import Refused, number, the_record
@@ -104,7 +105,7 @@ def answer(config: ConfigRecord, counts: list[int], context: Context, method: Me
         if not isinstance(total, list) or len(total) != len(counts):
             raise Refused(f"total is {total!r}, expected rows by class of {len(counts)} classes")
         own, everyone = torch.tensor(counts), torch.tensor([int(n) for n in total])
-        return _reply({"score": method.score_counts(own, everyone)})
+        return _reply({"score": score_counts(method, own, everyone)})
     raise Refused(f"unknown question {asked!r}; there is who, keys, encrypt, decrypt and score")
 
 

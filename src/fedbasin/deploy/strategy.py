@@ -22,6 +22,7 @@ from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.needs import check_task
 from fedbasin.core.net import Net
+from fedbasin.core.protocols import needs_gradients
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.task import Classification, Task
@@ -226,7 +227,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         online = self._clients.wait(max(self.min_available_nodes, asked_for, 1))
         drawn = draw_cohort(self.participation, np.array(sorted(online)), self.key, now).tolist()
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
-        if method.probes:
+        if needs_gradients(method):
             nodes = {client: online[client] for client in drawn}
             least = min(self.min_train_nodes, len(drawn))
             drawn, probe = gather_gradients(

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.net import Net
-from fedbasin.core.rule import LocalRule, Start, View
+from fedbasin.core.rule import DrawsRows, LocalRule, Start, View
 from fedbasin.local.step import batch_mean, task_loss
 
 if TYPE_CHECKING:
@@ -177,9 +177,8 @@ class LogitAdjusted(_Shifted):
 
     def shared(self, context: Context) -> Shift:
         """Send tau log pi."""
-        if context.class_counts is None:
-            raise ValueError("logit_adjusted needs the clients' class counts: the context has none")
-        shift = log_share(context.class_counts.sum(0).double())
+        counts = context.need("class_counts", "logit_adjusted")
+        shift = log_share(counts.sum(0).double())
         # 0 log 0 counts as 0 here: without a shift no class is left out.
         return Shift(self.tau * shift if self.tau else torch.zeros_like(shift))
 
@@ -190,14 +189,12 @@ class LogitAdjusted(_Shifted):
 
 @entry("rule", name="balanced_rows", needs=("class_labels",))
 @dataclass(frozen=True)
-class BalancedRows(LocalRule):
+class BalancedRows(DrawsRows):
     """Draw rows with replacement so that every class the client owns is equally likely.
 
     An epoch has as many draws as the client has rows, so its steps stay what they were; it no
     longer visits every row. Beside a loss that balances classes it corrects twice.
     """
-
-    owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset({"rows"})
 
     def chances(self, labels: Tensor, class_counts: Tensor) -> Tensor:
         """Draw a row with chance 1 / n_c."""

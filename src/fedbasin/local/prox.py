@@ -37,7 +37,7 @@ class Prox(LocalRule):
             raise ValueError(f"mu must be at least 0, got {self.mu}")
 
     @property
-    def pull(self) -> float:
+    def proximal_mu(self) -> float:
         """The strength mu."""
         return self.mu
 

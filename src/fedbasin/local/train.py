@@ -17,7 +17,7 @@ from fedbasin.core.method import Plan
 from fedbasin.core.needs import check_task
 from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in
-from fedbasin.core.rule import Batch, Finish, LocalRule, Look, Start, check_rules
+from fedbasin.core.rule import Batch, DrawsRows, Finish, LocalRule, Look, Start, check_rules
 from fedbasin.core.task import CLASSIFICATION, Task
 from fedbasin.core.tree import added, mapped
 from fedbasin.local.batches import AUGMENT, DROPOUT, batches, count_steps, steps_per_epoch
@@ -179,9 +179,9 @@ class Trainer:
         return torch.stack(parts).sum(0) / max(len(shard.labels), 1)
 
     @property
-    def drawer(self) -> LocalRule | None:
+    def drawer(self) -> DrawsRows | None:
         """The rule that draws rows with replacement, if there is one."""
-        return next((rule for rule in self.rules if "rows" in rule.owns), None)
+        return next((rule for rule in self.rules if isinstance(rule, DrawsRows)), None)
 
     def chances(self, labels: Tensor) -> Tensor | None:
         """Return how likely each row [n] is, where a rule draws rows with replacement."""

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, LocalRule, Rules, Setting, Start, rescaled
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 
 
 class Estimate(NamedTuple):
@@ -93,7 +93,7 @@ class AdaBestState:
     is_fedavg_when={"mu": 0.0, "beta": 0.0},
 )
 @dataclass(frozen=True)
-class AdaBest(Method):
+class AdaBest(Averaging):
     """Fading drift estimates on the clients, extrapolation on the server.
 
     Args:
@@ -124,10 +124,9 @@ class AdaBest(Method):
         """Return the fading estimate."""
         return (FadingBias(self.mu),)
 
-    def aggregate(
-        self, state: AdaBestState, server: Tensor, replies: Replies, context: Context
+    def serve(
+        self, state: AdaBestState, server: Tensor, mean: Tensor, context: Context
     ) -> tuple[Served, AdaBestState]:
-        """Average, then go on along the way from the last mean to this one."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        """Go on along the way from the last mean to this one."""
         model = mean + self.beta * (mean - state.mean)
         return Served(model, mean if self.score == "mean" else model), AdaBestState(mean)

@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging
 from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in, normal, uniform
 from fedbasin.core.rule import LocalRule, Look, Rules, Start, View
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.losses import BalancedRows
 from fedbasin.local.step import batch_mean, one_hot
 
@@ -153,7 +153,7 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     is_fedavg_when="never: rows are drawn with replacement",
 )
 @dataclass(frozen=True)
-class BalanceFL(Method):
+class BalanceFL(Averaging):
     """Balanced rows, noise on scarce classes, and distillation for classes a client lacks.
 
     Args:
@@ -172,6 +172,11 @@ class BalanceFL(Method):
     weighting: Weighting = "samples"
     local: Rules = ()
 
+    @property
+    def optional_needs(self) -> frozenset[str]:
+        """Without noise it does not look at features."""
+        return frozenset() if self.noise else frozenset({"features"})
+
     def __post_init__(self) -> None:
         for name in ("distil", "entropy"):
             if not getattr(self, name) >= 0:
@@ -182,10 +187,3 @@ class BalanceFL(Method):
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the client half."""
         return (BalancedLearner(self.noise, self.distil, self.temperature, self.entropy),)
-
-    def aggregate(
-        self, state: tuple[()], server: Tensor, replies: Replies, context: Context
-    ) -> tuple[Served, tuple[()]]:
-        """Average."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
-        return Served(send=mean, score=mean), state

@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.heads import Head
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, normal, uniform
 from fedbasin.core.rule import Finish, LocalRule, Look, Rules, Start
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.batches import epoch_orders
 from fedbasin.local.step import one_hot
+from fedbasin.methods.parts.heads import Head
 
 
 class Retrained(NamedTuple):
@@ -101,7 +101,7 @@ class CReFFState:
     },
 )
 @dataclass(frozen=True)
-class CReFF(Method):
+class CReFF(Averaging):
     """FedAvg scored under a head that is re-trained on synthetic, balanced features.
 
     Args:
@@ -152,8 +152,9 @@ class CReFF(Method):
         self, state: CReFFState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, CReFFState]:
         """Average; fit the features; train a head on them."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
-        head, report = Head.of(context.layout), replies.reports[0]
+        mean = self.mean(replies)
+        head = Head.of(context.layout)
+        report = replies.report(Gradients)
         counted = (replies.weights > 0).to(mean.dtype)[:, None] * report.counts
         owners = counted.sum(0)
         real = torch.einsum("ic,ickd->ckd", counted, report.heads)

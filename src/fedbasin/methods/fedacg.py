@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.rule import LocalRule, Rules
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.prox import Prox
 
 
@@ -41,7 +41,7 @@ class FedACGState:
     is_fedavg_when={"momentum": 0.0, "beta": 0.0},
 )
 @dataclass(frozen=True)
-class FedACG(Method):
+class FedACG(Averaging):
     """FedAvg from a look-ahead along the server's momentum, with a proximal term.
 
     Args:
@@ -70,10 +70,9 @@ class FedACG(Method):
         """Return the pull towards where the client starts."""
         return (Prox(self.beta),)
 
-    def aggregate(
-        self, state: FedACGState, server: Tensor, replies: Replies, context: Context
+    def serve(
+        self, state: FedACGState, server: Tensor, mean: Tensor, context: Context
     ) -> tuple[Served, FedACGState]:
-        """Average, renew the momentum and look ahead along it."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        """Renew the momentum and look ahead along it."""
         momentum = self.momentum * state.momentum + (mean - server)
         return Served(mean + self.momentum * momentum, mean), FedACGState(momentum)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
-from fedbasin.core.moments import First, Moments, check
+from fedbasin.core.method import Method
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.moments import AdaptiveServer, First
 
 
 @entry(
@@ -31,7 +31,7 @@ from fedbasin.methods.fedavg import FedAvg
     is_fedavg_when={"lr": 1e12, "beta1": 0.0, "tau": 1e12, "first": "zero"},
 )
 @dataclass(frozen=True)
-class FedAdagrad(Wrapper):
+class FedAdagrad(AdaptiveServer):
     """Adagrad on the server, over the updates of any method.
 
     Args:
@@ -48,17 +48,6 @@ class FedAdagrad(Wrapper):
     tau: float = 1e-3
     first: First = "tau"
 
-    def __post_init__(self) -> None:
-        check(self.lr, self.tau, beta1=self.beta1)
-
-    def begin(self, server: Tensor, context: Context) -> Moments:
-        """Start with m = 0 and v = v_0."""
-        return Moments.begin(server, self.tau, self.first)
-
-    def step(
-        self, own: Moments, server: Tensor, fresh: Served, replies: Replies, context: Context
-    ) -> tuple[Served, Moments]:
-        """Take Adagrad's step."""
-        update = fresh.send - server
-        own = own.renewed(update, self.beta1, own.square + update.square())
-        return fresh.moved(server + own.step(self.lr, self.tau)), own
+    def square(self, before: Tensor, update: Tensor) -> Tensor:
+        """Add d^2."""
+        return before + update.square()

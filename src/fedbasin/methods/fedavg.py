@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging
 from fedbasin.core.rule import Rules
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 
 
 @entry(
@@ -25,7 +23,7 @@ from fedbasin.core.vectors import Weighting, shares, weighted_mean
     url="https://arxiv.org/abs/1602.05629",
 )
 @dataclass(frozen=True)
-class FedAvg(Method):
+class FedAvg(Averaging):
     """Weighted mean of the clients' models.
 
     Args:
@@ -42,14 +40,3 @@ class FedAvg(Method):
 
     weighting: Weighting = "samples"
     local: Rules = ()
-
-    def aggregate(
-        self, state: tuple[()], server: Tensor, replies: Replies, context: Context
-    ) -> tuple[Served, tuple[()]]:
-        """Average."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
-        return Served(send=mean, score=mean), state
-
-    def streams(self) -> Weighting:
-        """Only the mean counts."""
-        return self.weighting

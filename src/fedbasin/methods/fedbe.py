@@ -39,15 +39,14 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
 from fedbasin.core.rng import Key, normal
 from fedbasin.core.vectors import Layout, weighted_mean
-from fedbasin.local.refine import (
+from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.refine import (
     Optimiser,
     Refinement,
     distillation,
-    rows_of,
     shifted,
     teacher_logits,
 )
-from fedbasin.methods.fedavg import FedAvg
 
 _LEAST_VARIANCE = 1e-5
 
@@ -135,7 +134,8 @@ class FedBE(Wrapper):
         """Draw, then distil."""
         if not self.epochs:
             return fresh, own
-        proxy, key = rows_of(context, "fedbe"), context.key.fold("fedbe")
+        proxy = context.need("proxy", self)
+        key = context.key.fold("fedbe")
         counted = torch.nonzero(replies.weights > 0)[:, 0]
         models = replies.models[counted[replies.clients[counted].argsort()]]
         teachers = [fresh.send] if self.with_mean else []

@@ -39,12 +39,13 @@ from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import entry
-from fedbasin.core.memory import Memory, empty
 from fedbasin.core.method import Context, Method, Replies, ReplyError, Served, Wrapper
+from fedbasin.core.protocols import needs_gradients
 from fedbasin.core.rule import Rules, Setting
-from fedbasin.core.selection import Candidates, check_combinations, choose, gram
 from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.memory import Memory, empty
+from fedbasin.methods.parts.selection import Candidates, check_combinations, choose, gram
 
 Strategy = Literal["greedy", "exact", "newest", "random"]
 Store = Literal["memory", "device", "disk"]
@@ -211,12 +212,7 @@ class FedCDA(Method):
 
     def _files(self, context: Context) -> Archive | None:
         """Return where models lie, if they lie on disk."""
-        if self.store == "disk" and context.archive is None:
-            raise ValueError(
-                "fedcda(store='disk') keeps models in files: start it as a run with a folder, or "
-                "put an Archive into its context"
-            )
-        return context.archive if self.store == "disk" else None
+        return context.need("archive", self) if self.store == "disk" else None
 
 
 def _check_merge(merge: Method) -> None:
@@ -226,7 +222,7 @@ def _check_merge(merge: Method) -> None:
         plans |= type(base).plan is not Wrapper.plan
         base = base.inner
     plans |= type(base).plan is not Method.plan
-    if merge.rules() or merge.probes:
+    if merge.rules() or needs_gradients(merge):
         why = "asks something of the clients; rules for them go into fedcda(local=...)"
     elif plans:
         why = "sets how clients train; put it around fedcda, as in ima(fedcda)"

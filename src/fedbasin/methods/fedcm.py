@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules, Setting
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.client_momentum import (
+from fedbasin.core.vectors import Weighting, shares
+from fedbasin.methods.parts.client_momentum import (
     ClientMomentum,
     Counted,
     SharedMomentum,
@@ -68,7 +68,7 @@ class FedCMNotes(NamedTuple):
     down=2.0,
 )
 @dataclass(frozen=True)
-class FedCM(Method):
+class FedCM(Averaging):
     """FedAvg with the server's momentum inside every client step.
 
     Args:
@@ -115,8 +115,7 @@ class FedCM(Method):
     ) -> tuple[Served, FedCMState]:
         """Step along the mean update and turn it into the next momentum."""
         share = shares(replies.weights, self.weighting)
-        mean = weighted_mean(replies.models, share)
-        model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
+        model = self.stepped(server, self.mean(replies))
         steps = steps_counted(self.counted, replies, context)
         momentum = mean_direction(replies, share, server, steps)
         counted = replies.steps[replies.weights > 0]

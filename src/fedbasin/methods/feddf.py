@@ -28,15 +28,14 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
-from fedbasin.local.refine import (
+from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.refine import (
     Optimiser,
     Refinement,
     distillation,
-    rows_of,
     shifted,
     teacher_logits,
 )
-from fedbasin.methods.fedavg import FedAvg
 
 
 @entry(
@@ -100,7 +99,7 @@ class FedDF(Wrapper):
         """Distil."""
         if not self.epochs:
             return fresh, own
-        proxy = rows_of(context, "feddf")
+        proxy = context.need("proxy", self)
         logits = teacher_logits(proxy, list(replies.models[replies.weights > 0]))
         loss = distillation(proxy, torch.softmax(logits.mean(0), 1))
         refined = self._refinement().run(fresh.send, loss, proxy, context.key.fold("feddf"))

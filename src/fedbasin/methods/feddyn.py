@@ -4,7 +4,7 @@ r"""FedDyn: dynamic regularisers that make the clients' optima agree with the se
     server:  h+ = h - alpha/N sum_{i in S} d_i,             w+ = sum_i p_i y_i - h+/alpha
 
 with d_i = y_i - x and alpha_i = alpha, or alpha nbar/n_i (`by_size`, the authors' code). Kept in
-the equivalent form of `local/duals.py`: r_i = -q_i/alpha_i and s = -h/alpha = mean over ALL N
+the equivalent form of `parts/duals.py`: r_i = -q_i/alpha_i and s = -h/alpha = mean over ALL N
 clients of r_i, hence r_i+ = r_i + d_i, s+ = s + 1/N sum_S d_i and w+ = sum_i p_i y_i + s+. At a
 fixed point of full participation s = 0, q_i is the gradient of f_i at w, and w is the optimum of
 the mean objective (with `by_size` of the sample-weighted one).
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.duals import Duals, Usual, mean_drift
+from fedbasin.core.vectors import Weighting
+from fedbasin.methods.parts.duals import Duals, Usual, mean_drift
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FedDynNotes(NamedTuple):
     is_fedavg_when="never: its first round has the proximal pull, and alpha = 0 has no server step",
 )
 @dataclass(frozen=True)
-class FedDyn(Method):
+class FedDyn(Averaging):
     """Clients and server carry duals, so that local optima meet at the global one.
 
     Args:
@@ -100,7 +100,7 @@ class FedDyn(Method):
         self, state: FedDynState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, FedDynState]:
         """Average, then shift by the mean drift of all clients."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        mean = self.mean(replies)
         drift = mean_drift(state.drift, server, replies, context.clients)
         length, most = drift.norm(), self.guard * mean.norm()
         over = length > most

@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.descent import Adam
-from fedbasin.core.heads import Head
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import normal
 from fedbasin.core.rule import Finish, LocalRule, Rules, Start, View
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.step import one_hot
+from fedbasin.methods.parts.descent import Adam
+from fedbasin.methods.parts.heads import Head
 
 _BETAS = (0.9, 0.999)  # Adam's defaults
 
@@ -159,7 +159,7 @@ class FedFAState:
     },
 )
 @dataclass(frozen=True)
-class FedFA(Method):
+class FedFA(Averaging):
     """Pull the features of each class to an anchor that all clients share.
 
     Args:
@@ -209,7 +209,7 @@ class FedFA(Method):
     ) -> tuple[Served, FedFAState]:
         """Average models and anchors with the same weights."""
         share = shares(replies.weights, self.weighting)
-        mean = weighted_mean(replies.models, share)
-        sent = replies.reports[0].anchors
+        mean = self.mean(replies)
+        sent = replies.report(Report).anchors
         anchors = weighted_mean(sent.flatten(1), share).view_as(state.anchors)
         return Served(send=mean, score=mean), FedFAState(anchors)

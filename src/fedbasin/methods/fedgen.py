@@ -30,14 +30,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.descent import Adam
-from fedbasin.core.heads import Head
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, fold_in, uniform
 from fedbasin.core.rule import Finish, LocalRule, Rules, Start, View
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.step import batch_mean
+from fedbasin.methods.parts.descent import Adam
+from fedbasin.methods.parts.heads import Head
 
 _BETAS = (0.9, 0.999)
 _LEAST = 1e-4  # of A and B
@@ -189,7 +189,7 @@ class FedGENNotes(NamedTuple):
     },
 )
 @dataclass(frozen=True)
-class FedGEN(Method):
+class FedGEN(Averaging):
     """A generator of features, learnt on the server without data, guides the clients.
 
     Args:
@@ -254,9 +254,9 @@ class FedGEN(Method):
         self, state: FedGENState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, FedGENState]:
         """Average the models and train the generator on the clients' heads."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        mean = self.mean(replies)
         head = Head.of(context.layout)
-        counts = replies.reports[0].counts * (replies.weights > 0)[:, None]
+        counts = replies.report(Counts).counts * (replies.weights > 0)[:, None]
         matrices, owned = head.matrix(replies.models), counts.sum(0)
         share = counts / owned.clamp(min=1)
         generate = Generator(self.noise, head.classes, self.hidden, head.width)

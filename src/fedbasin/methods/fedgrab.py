@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.heads import Head
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, LocalRule, Rules, Start, View
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.step import one_hot
+from fedbasin.methods.parts.heads import Head
 
 _LIMIT = 100.0
 _ERROR, _BEFORE, _OUTPUT, _PULL, _PUSH = range(5)  # rows of what a client keeps
@@ -142,7 +142,7 @@ class FedGraBState:
     is_fedavg_when="never: every class has a sigmoid of its own instead of one softmax",
 )
 @dataclass(frozen=True)
-class FedGraB(Method):
+class FedGraB(Averaging):
     """Controllers on the clients balance the gradients of scarce classes.
 
     Args:
@@ -187,11 +187,10 @@ class FedGraB(Method):
         known = state.prior.sum() > 0
         return (Open(torch.where(known, tail_of(state.prior, self.cut), 0.0)),)
 
-    def aggregate(
-        self, state: FedGraBState, server: Tensor, replies: Replies, context: Context
+    def serve(
+        self, state: FedGraBState, server: Tensor, mean: Tensor, context: Context
     ) -> tuple[Served, FedGraBState]:
-        """Average, and read the prior off the head."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        """Read the prior off the head."""
         head = Head.of(context.layout)
         norms = mean[head.weight].view(head.classes, head.width).norm(dim=1)
         above = norms - norms.min()

@@ -10,7 +10,7 @@ small labelled proxy set, from lambda = p (data sizes) and gamma = `gamma` on:
 
 z and c follow Adam(0.5, 0.999) down the proxy loss for `epochs` passes, at a learning rate that
 halves every 20 of them. A step takes one backward pass and two matrix-vector products, and no
-graph is built through the C models (core/mixture.py has the gradients).
+graph is built through the C models (parts/mixture.py has the gradients).
 
 The paper's parts: learn="none" with `gamma` below 1 is global weight shrinking, "gamma" its
 adaptive form, "lambda" attentive LAW (stopped early by `stop_round`), "both" FedLAW. `swa` fits
@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.descent import Adam
 from fedbasin.core.method import Context, Method, Proxy, Replies, Served
-from fedbasin.core.mixture import CURVES, Mixture, Parameterisation
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import Rules
 from fedbasin.core.vectors import Weighting, shares
 from fedbasin.local.batches import proxy_batches
+from fedbasin.methods.parts.descent import Adam
+from fedbasin.methods.parts.mixture import CURVES, Mixture, Parameterisation
 
 Learn = Literal["both", "gamma", "lambda", "none"]
 _HALVED_EVERY = 20  # epochs
@@ -143,9 +143,8 @@ class FedLAW(Method):
         self, state: tuple[()], server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, tuple[()]]:
         """Fit z and c to the proxy set, then merge."""
-        proxy = context.proxy
-        if proxy is None and "proxy" not in self.spares:
-            raise ValueError(f"{self} learns from data on the server: the context has no proxy")
+        spared = "proxy" in self.optional_needs
+        proxy = context.proxy if spared else context.need("proxy", self)
         counted = replies.weights > 0
         models = replies.models if bool(counted.all()) else replies.models[counted]
         merge = Mixture(server, models, self.server_lr, CURVES[self.parameterisation])
@@ -171,7 +170,7 @@ class FedLAW(Method):
         return Served(model, model, notes), state
 
     @property
-    def spares(self) -> frozenset[str]:
+    def optional_needs(self) -> frozenset[str]:
         """Weights that are not learnt need no proxy set."""
         return frozenset() if self.epochs and self.learn != "none" else frozenset({"proxy"})
 

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging
 from fedbasin.core.rule import LocalRule, Rules
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.sharpness import LESAM
 
 
@@ -34,7 +32,7 @@ from fedbasin.local.sharpness import LESAM
     is_fedavg_when={"rho": 0.0},
 )
 @dataclass(frozen=True)
-class FedLESAM(Method):
+class FedLESAM(Averaging):
     """Sharpness-aware clients whose perturbation is the way back along the global models.
 
     Args:
@@ -53,10 +51,3 @@ class FedLESAM(Method):
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the perturbation."""
         return (LESAM(self.rho),)
-
-    def aggregate(
-        self, state: tuple[()], server: Tensor, replies: Replies, context: Context
-    ) -> tuple[Served, tuple[()]]:
-        """Average."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
-        return Served(send=mean, score=mean), state

@@ -40,7 +40,6 @@ from fedbasin.core.permutations import (
     MatchingNotes,
     Orders,
     best_orders,
-    needed,
     reorder,
     rows,
     stale_statistics,
@@ -86,7 +85,7 @@ class FedMA(Wrapper):
         self, state: Wrapped, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, Wrapped]:
         """Re-order the replies, then merge with the inner method."""
-        groups = needed(context.permutations)
+        groups = context.need("permutations", self)
         reference = server
         if self.reference == "client":
             present = torch.where(replies.weights > 0, replies.clients, replies.clients.max() + 1)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
-from fedbasin.core.rule import Rules
+from fedbasin.core.rule import Proximal, Rules
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.optimisers import SGD
 
@@ -80,7 +80,8 @@ class FedNova(Method):
 
     def _lengths(self, replies: Replies, context: Context) -> Tensor:
         """Return a_i [C]; the replies' own know the momentum but no proximal term."""
-        pull = sum(rule.pull for rule in self.rules()) * context.lr
+        proximal = [rule for rule in self.rules() if isinstance(rule, Proximal)]
+        pull = sum(rule.proximal_mu for rule in proximal) * context.lr
         if not pull:
             return replies.lengths
         count = context.effective_steps or SGD().effective_steps

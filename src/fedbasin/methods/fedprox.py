@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging
 from fedbasin.core.rule import LocalRule, Rules
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.prox import Prox
 
 
@@ -28,7 +26,7 @@ from fedbasin.local.prox import Prox
     is_fedavg_when={"mu": 0.0},
 )
 @dataclass(frozen=True)
-class FedProx(Method):
+class FedProx(Averaging):
     """FedAvg with a proximal term on the clients.
 
     Args:
@@ -47,14 +45,3 @@ class FedProx(Method):
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the proximal rule."""
         return (Prox(self.mu),)
-
-    def aggregate(
-        self, state: tuple[()], server: Tensor, replies: Replies, context: Context
-    ) -> tuple[Served, tuple[()]]:
-        """Average."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
-        return Served(send=mean, score=mean), state
-
-    def streams(self) -> Weighting:
-        """Only the mean counts."""
-        return self.weighting

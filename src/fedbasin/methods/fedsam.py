@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging
 from fedbasin.core.rule import LocalRule, Rules
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.sharpness import SAM
 
 
@@ -27,7 +25,7 @@ from fedbasin.local.sharpness import SAM
     is_fedavg_when={"rho": 0.0},
 )
 @dataclass(frozen=True)
-class FedSAM(Method):
+class FedSAM(Averaging):
     """FedAvg with sharpness-aware clients.
 
     Args:
@@ -46,10 +44,3 @@ class FedSAM(Method):
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the perturbation."""
         return (SAM(self.rho),)
-
-    def aggregate(
-        self, state: tuple[()], server: Tensor, replies: Replies, context: Context
-    ) -> tuple[Served, tuple[()]]:
-        """Average."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
-        return Served(send=mean, score=mean), state

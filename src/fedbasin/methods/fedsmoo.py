@@ -10,7 +10,7 @@ r"""FedSMOO: FedDyn on a perturbed gradient, where the perturbations of all clie
              w+ = sum_i p_i y_i - beta 1/N sum over ALL clients of q_i+
 
 mu_i is kept from round to round and grows with the steps a client takes. q_i is kept as
-r_i = -beta q_i, see `local/duals.py`. With one local step of new clients m_i of the "paper" is 0,
+r_i = -beta q_i, see `parts/duals.py`. With one local step of new clients m_i of the "paper" is 0,
 and so is s.
 
 Departures from the paper: none known. The paper's full text was not at hand: the client's rule
@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Rules, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.duals import Duals, mean_drift
 from fedbasin.local.sharpness import check_radius, of_length
+from fedbasin.methods.parts.duals import Duals, mean_drift
 
 Sends = Literal["paper", "release"]
 
@@ -108,7 +108,7 @@ class FedSMOOState:
     up=2.0,
 )
 @dataclass(frozen=True)
-class FedSMOO(Method):
+class FedSMOO(Averaging):
     """Duals for models and for perturbations, so that both agree across clients.
 
     Args:
@@ -150,6 +150,6 @@ class FedSMOO(Method):
         """Average, shift by the mean drift of all clients, and renew s."""
         share = shares(replies.weights, self.weighting)
         drift = mean_drift(state.drift, server, replies, context.clients)
-        model = weighted_mean(replies.models, share) + drift
-        shift = of_length(self.rho, weighted_mean(replies.reports[1].vector, share))
+        model = self.mean(replies) + drift
+        shift = of_length(self.rho, weighted_mean(replies.report(Shift).vector, share))
         return Served(model, model), FedSMOOState(drift, shift)

@@ -8,7 +8,7 @@ r"""FedSpeed: FedDyn's duals on a gradient taken a little way uphill, and amende
 
 Clients of the "paper" send y_i - lambda q_i+ in place of y_i. The "release" server is FedDyn's, so
 `fedspeed(server="release")` is `feddyn(alpha=1/lambda, local=sam(rho, share=a), score="server")`.
-The two agree when all clients take part. Kept as r_i = -lambda q_i, see `local/duals.py`.
+The two agree when all clients take part. Kept as r_i = -lambda q_i, see `parts/duals.py`.
 
 Departures from the paper: none known. The paper's full text was not at hand; the client's rule and
 both servers follow public code, which agrees on them.
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.duals import Duals, mean_drift
+from fedbasin.core.vectors import Weighting
 from fedbasin.local.sharpness import SAM
+from fedbasin.methods.parts.duals import Duals, mean_drift
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FedSpeedState:
     is_fedavg_when="never: its first round has the proximal pull",
 )
 @dataclass(frozen=True)
-class FedSpeed(Method):
+class FedSpeed(Averaging):
     """Sharpness-aware clients with duals, whose uploads are amended by them.
 
     Args:
@@ -86,7 +86,7 @@ class FedSpeed(Method):
         self, state: FedSpeedState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, FedSpeedState]:
         """Average the uploads; the release then shifts by the mean drift of all clients."""
-        model = weighted_mean(replies.models, shares(replies.weights, self.weighting))
+        model = self.mean(replies)
         if state.drift is None:
             return Served(model, model), state
         drift = mean_drift(state.drift, server, replies, context.clients)

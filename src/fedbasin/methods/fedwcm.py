@@ -46,10 +46,11 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.protocols import ScoresCounts
 from fedbasin.core.rule import LocalRule, Rules, Setting
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.batches import count_steps
-from fedbasin.local.client_momentum import (
+from fedbasin.methods.parts.client_momentum import (
     ClientMomentum,
     Counted,
     EvenMomentum,
@@ -165,7 +166,7 @@ class FedWCMNotes(NamedTuple):
     down=2.0,
 )
 @dataclass(frozen=True)
-class FedWCM(Method):
+class FedWCM(ScoresCounts, Method):
     """FedCM for long-tailed data: clients with scarce classes count more, momentum is adapted.
 
     Args:
@@ -273,9 +274,7 @@ class FedWCM(Method):
 
 def _counts(context: Context) -> Tensor:
     """Return the clients' class counts [N, classes], or say what is missing."""
-    counts = context.class_counts
-    if counts is None:
-        raise ValueError("fedwcm needs the clients' class counts: give Context(class_counts=...)")
+    counts = context.need("class_counts", "fedwcm")
     if counts.shape[1] < 2:
         raise ValueError(f"fedwcm needs two classes, class_counts has {counts.shape[1]}")
     return counts

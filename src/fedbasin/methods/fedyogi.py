@@ -16,14 +16,14 @@ Cost: none for clients. Server: O(P) a round, two models of memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
-from fedbasin.core.moments import First, Moments, check, restart_round, restarts
+from fedbasin.core.method import Method
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.moments import AdaptiveServer, First, check_memory
 
 
 @entry(
@@ -33,7 +33,7 @@ from fedbasin.methods.fedavg import FedAvg
     is_fedavg_when={"lr": 1e12, "beta1": 0.0, "tau": 1e12, "first": "zero"},
 )
 @dataclass(frozen=True)
-class FedYogi(Wrapper):
+class FedYogi(AdaptiveServer):
     """Yogi on the server, over the updates of any method.
 
     Args:
@@ -55,26 +55,10 @@ class FedYogi(Wrapper):
     restart: float = 1.0
 
     def __post_init__(self) -> None:
-        check(self.lr, self.tau, self.restart, beta1=self.beta1, beta2=self.beta2)
+        super().__post_init__()
+        check_memory("beta2", self.beta2)
 
-    def begin(self, server: Tensor, context: Context) -> Moments:
-        """Start with m = 0 and v = v_0."""
-        return Moments.begin(server, self.tau, self.first)
-
-    def trunk(self, rounds: int) -> tuple[Method, int]:
-        """Be without a restart until it comes."""
-        inner, common = self.inner.trunk(rounds)
-        plain = replace(self, inner=inner, restart=1.0)
-        return plain, min(common, restart_round(self.restart, rounds))
-
-    def step(
-        self, own: Moments, server: Tensor, fresh: Served, replies: Replies, context: Context
-    ) -> tuple[Served, Moments]:
-        """Take Yogi's step."""
-        if restarts(own, self.restart, context):
-            own = self.begin(server, context)
-        update = fresh.send - server
+    def square(self, before: Tensor, update: Tensor) -> Tensor:
+        """Move v towards d^2, by at most (1 - beta2) d^2."""
         seen = update.square()
-        square = own.square - (1 - self.beta2) * seen * (own.square - seen).sign()
-        own = own.renewed(update, self.beta1, square, context.round)
-        return fresh.moved(server + own.step(self.lr, self.tau)), own
+        return before - (1 - self.beta2) * seen * (before - seen).sign()

@@ -42,7 +42,6 @@ from fedbasin.core.permutations import (
     Orders,
     Place,
     best_orders,
-    needed,
     reorder,
     rows,
     stale_statistics,
@@ -93,7 +92,7 @@ class GAMF(Wrapper):
         self, state: Wrapped, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, Wrapped]:
         """Match the replies, then merge with the inner method."""
-        groups = needed(context.permutations)
+        groups = context.need("permutations", self)
         # In the order of ids, so that the replies' order decides nothing.
         counted = torch.nonzero(replies.weights > 0)[:, 0]
         counted = counted[replies.clients[counted].argsort()]

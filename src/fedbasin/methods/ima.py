@@ -37,9 +37,10 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapped, Wrapper
-from fedbasin.core.trajectory import Storage, Window, empty, mean, push
+from fedbasin.core.protocols import StartsLate, shared_prefix, state_from_prefix
 from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.trajectory import Storage, Window, empty, mean, push
 
 Decay = Literal["exponential", "constant", "cyclic", "epochs", "step", "none"]
 _PERIOD = 20
@@ -60,7 +61,7 @@ class Windows:
     is_fedavg_when={"window": 1, "decay": "none"},
 )
 @dataclass(frozen=True)
-class IMA(Wrapper):
+class IMA(StartsLate, Wrapper):
     """Go on from the mean of the last P global models, with smaller steps.
 
     Args:
@@ -122,14 +123,15 @@ class IMA(Wrapper):
         at_start = self.inner.plan(schedule, replace(context, round=begins))
         return _decayed(self, base, at_start, after)
 
-    def trunk(self, rounds: int) -> tuple[Method, int]:
-        """Be the inner method until the first model that a mean is made of."""
-        inner, common = self.inner.trunk(rounds)
+    def shared_prefix(self, rounds: int) -> tuple[Method, int]:
+        """Equal the inner method until the first model that a mean is made of."""
+        inner, common = shared_prefix(self.inner, rounds)
         return inner, min(common, max(0, self.begins(rounds) - self.window + 1))
 
-    def grow(self, state: Any, server: Tensor, context: Context) -> Wrapped:
+    def state_from_prefix(self, state: Any, server: Tensor, context: Context) -> Wrapped:
         """Start with an empty window, which is full by the time it is used."""
-        return Wrapped(self.begin(server, context), self.inner.grow(state, server, context))
+        inner = state_from_prefix(self.inner, state, server, context)
+        return Wrapped(self.begin(server, context), inner)
 
     def step(
         self, own: Windows, server: Tensor, fresh: Served, replies: Replies, context: Context

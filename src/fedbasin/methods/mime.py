@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
+from fedbasin.core.protocols import NeedsGradients
 from fedbasin.core.rule import Gradient, LocalRule, Rules, Setting, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
 from fedbasin.local.step import other_loss
+from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
 
 
 class CohortGradient(NamedTuple):
@@ -88,7 +89,7 @@ class MimeNotes(NamedTuple):
     up=2.0,
 )
 @dataclass(frozen=True)
-class Mime(Method):
+class Mime(NeedsGradients, Averaging):
     """Clients take the server's momentum steps, recentred on the cohort's gradient.
 
     Args:
@@ -108,11 +109,6 @@ class Mime(Method):
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if not self.server_lr > 0:
             raise ValueError(f"server_lr must be above 0, got {self.server_lr}")
-
-    @property
-    def probes(self) -> bool:
-        """Phase 1."""
-        return True
 
     def init(self, server: Tensor, context: Context) -> MimeState:
         """Start with M = 0."""
@@ -139,8 +135,7 @@ class Mime(Method):
         self, state: MimeState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, MimeState]:
         """Step along the mean update, and renew the momentum from the gradients of phase 1."""
-        mean = weighted_mean(replies.models, shares(replies.weights, self.weighting))
-        model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
+        model = self.stepped(server, self.mean(replies))
         gradient = self._gradient(server, context)
         momentum = (1 - self.momentum) * gradient + self.momentum * state.momentum
         return Served(model, model, MimeNotes(gradient.norm())), MimeState(momentum)

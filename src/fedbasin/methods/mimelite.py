@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import Finish, LocalRule, Look, Rules, Setting, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
 from fedbasin.local.step import other_loss, summed_gradient
+from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
 
 
 class FullGradient(NamedTuple):
@@ -76,7 +76,7 @@ class MimeLiteNotes(NamedTuple):
     up=2.0,
 )
 @dataclass(frozen=True)
-class MimeLite(Method):
+class MimeLite(Averaging):
     """Clients take the server's momentum steps; its momentum comes from full gradients.
 
     Args:
@@ -122,8 +122,7 @@ class MimeLite(Method):
     ) -> tuple[Served, MimeLiteState]:
         """Step along the mean update, and renew the momentum from the reported gradients."""
         share = shares(replies.weights, self.weighting)
-        mean = weighted_mean(replies.models, share)
-        model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
-        gradient = weighted_mean(replies.reports[1].gradient, share)
+        model = self.stepped(server, self.mean(replies))
+        gradient = weighted_mean(replies.report(FullGradient).gradient, share)
         momentum = (1 - self.momentum) * gradient + self.momentum * state.momentum
         return Served(model, model, MimeLiteNotes(gradient.norm())), MimeLiteState(momentum)

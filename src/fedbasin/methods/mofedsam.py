@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules, Setting
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.client_momentum import (
+from fedbasin.core.vectors import Weighting, shares
+from fedbasin.local.sharpness import SAM
+from fedbasin.methods.parts.client_momentum import (
     ClientMomentum,
     SharedMomentum,
     mean_direction,
     unequal_steps,
 )
-from fedbasin.local.sharpness import SAM
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class MoFedSAMNotes(NamedTuple):
     down=2.0,
 )
 @dataclass(frozen=True)
-class MoFedSAM(Method):
+class MoFedSAM(Averaging):
     """Sharpness-aware clients with the server's momentum inside every step.
 
     Args:
@@ -103,7 +103,6 @@ class MoFedSAM(Method):
     ) -> tuple[Served, MoFedSAMState]:
         """Step along the mean update and turn it into the next momentum."""
         share = shares(replies.weights, self.weighting)
-        mean = weighted_mean(replies.models, share)
-        model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
+        model = self.stepped(server, self.mean(replies))
         momentum = mean_direction(replies, share, server)
         return Served(model, model, MoFedSAMNotes(momentum.norm())), MoFedSAMState(momentum)

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, LocalRule, Look, Rules, Setting, Start, rescaled
-from fedbasin.core.vectors import Weighting, shares, weighted_mean
+from fedbasin.core.vectors import Weighting, weighted_mean
 from fedbasin.local.step import other_loss, summed_gradient
 
 Option = Literal["steps", "full"]
@@ -115,12 +115,13 @@ class ScaffoldState:
     "method",
     paper="Karimireddy et al., ICML 2020",
     url="https://arxiv.org/abs/1910.06378",
+    needs=("row_losses",),
     is_fedavg_when="never: only its first round is (uniform) FedAvg, while all variates are zero",
     down=2.0,
     up=2.0,
 )
 @dataclass(frozen=True)
-class Scaffold(Method):
+class Scaffold(Averaging):
     """FedAvg with control variates on server and clients.
 
     Args:
@@ -134,6 +135,11 @@ class Scaffold(Method):
     option: Option = "steps"
     weighting: Weighting = "uniform"
     local: Rules = ()
+
+    @property
+    def optional_needs(self) -> frozenset[str]:
+        """Only the option "full" takes full gradients."""
+        return frozenset() if self.option == "full" else frozenset({"row_losses"})
 
     def __post_init__(self) -> None:
         if not self.server_lr > 0:
@@ -163,9 +169,7 @@ class Scaffold(Method):
         self, state: ScaffoldState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, ScaffoldState]:
         """Step along the mean update and move c by the changes over all N clients."""
-        share = shares(replies.weights, self.weighting)
-        mean = weighted_mean(replies.models, share)
-        model = mean if self.server_lr == 1 else server + self.server_lr * (mean - server)
+        model = self.stepped(server, self.mean(replies))
         counted = (replies.weights > 0).to(server.dtype)
-        change = weighted_mean(replies.reports[0].control, counted / context.clients)
+        change = weighted_mean(replies.report(Change).control, counted / context.clients)
         return Served(send=model, score=model), ScaffoldState(state.control + change)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
-from fedbasin.local.refine import Optimiser, Refinement, rows_of, shifted
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.refine import Optimiser, Refinement, shifted
 
 
 @entry(
@@ -64,6 +64,6 @@ class ServerFT(Wrapper):
         """Fine-tune."""
         if not self.epochs:
             return fresh, own
-        proxy = rows_of(context, "serverft")
+        proxy = context.need("proxy", self)
         key = context.key.fold("serverft")
         return shifted(fresh, self._refinement().run(fresh.send, proxy.loss, proxy, key)), own

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapper
-from fedbasin.core.trajectory import RunningMean
 from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.trajectory import RunningMean
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
-from fedbasin.core.trajectory import Storage, Window, empty, mean, push
 from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.trajectory import Storage, Window, empty, mean, push
 
 
 @entry(

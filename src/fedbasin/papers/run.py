@@ -1,7 +1,7 @@
 """Runs of a grid: what is over is kept, what was stopped goes on, equal cells share one run.
 
 Cells that begin alike share their first rounds: a method with averaging that starts late is run
-from there on, beginning with the rounds of the method without (`Method.trunk`).
+from there on, beginning with the rounds of the method without (`shared_prefix`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from fedbasin.core.expressions import parse
 from fedbasin.core.lock import Busy
 from fedbasin.core.method import Method
+from fedbasin.core.protocols import shared_prefix
 from fedbasin.core.record import RunFolder
 from fedbasin.experiment import Experiment, from_mapping
 from fedbasin.experiment.config import read_config
@@ -128,7 +129,7 @@ def _as_begun(task: Task, path: Path) -> Experiment:
 def _branch(experiment: Experiment, out: Path) -> Branch | None:
     """Return the run whose first rounds an experiment shares, and how many of them."""
     method: Method = parse(experiment.method, "method")
-    plain, common = method.trunk(experiment.rounds)
+    plain, common = shared_prefix(method, experiment.rounds)
     if plain == method or not common:
         return None
     return Branch(out / fingerprint(replace(experiment, method=str(plain))), common)

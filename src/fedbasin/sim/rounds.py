@@ -17,6 +17,7 @@ from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import Choice
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Served
+from fedbasin.core.protocols import needs_gradients
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import Key
 from fedbasin.core.snapshot import Snapshot, Snapshots
@@ -167,7 +168,7 @@ class Federation:
 
     def _probed(self, cohort: np.ndarray, server: Server, context: Context) -> Context:
         """Return the context with the cohort's gradients, where the method asks for them."""
-        if not (self.method.probes and len(cohort)):
+        if not (needs_gradients(self.method) and len(cohort)):
             return context
         sent = Sent(server.send, server.buffers, (), server.round)
         return replace(context, probe=self.executor.probe(cohort, sent))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fedbasin.core.protocols import shared_prefix, state_from_prefix
 from fedbasin.core.record import Headline, RoundRecord, RunFolder, scores_of, write_atomically
 from fedbasin.core.state import load, save, write
 from fedbasin.sim.allocator import hand_back_gaps
@@ -111,10 +112,10 @@ def graft(federation: Federation, folder: RunFolder, trunk: RunFolder, round: in
     Args:
         federation: what is to run.
         folder: where; it holds nothing yet.
-        trunk: the run of the method's `trunk`, which kept a checkpoint for it.
+        trunk: the run of the method's `shared_prefix`, which kept a checkpoint for it.
         round: how many rounds are taken over.
     """
-    plain, common = federation.method.trunk(federation.rounds)
+    plain, common = shared_prefix(federation.method, federation.rounds)
     if round > common:
         raise ValueError(f"{federation.method} parts from {plain} after round {common}")
     refuse_other(trunk, federation.data)
@@ -122,7 +123,7 @@ def graft(federation: Federation, folder: RunFolder, trunk: RunFolder, round: in
     server, states = replace(federation, method=plain).begin()
     found: Checkpoint = load(trunk.branching(round), Checkpoint(server, states.kept(), 0.0))
     server, context = found.server, federation.context.at(round, 0.0)
-    state = federation.method.grow(server.state, server.send, context)
+    state = state_from_prefix(federation.method, server.state, server.send, context)
     records = [record for record in trunk.read_rounds() if record.round <= round]
     write_atomically(folder.rounds, "".join(record.line() + "\n" for record in records))
     save(folder.checkpoint, replace(found, server=replace(server, state=state)))

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbasin.core import selection
-from fedbasin.core.selection import Candidates, choose, gram
+from fedbasin.methods.parts import selection
+from fedbasin.methods.parts.selection import Candidates, choose, gram
 
 
 def objective(models, losses, weights, smoothness):

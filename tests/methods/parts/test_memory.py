@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from fedbasin.core.archive import Archive
-from fedbasin.core.memory import empty
 from fedbasin.core.method import Replies
 from fedbasin.core.tree import tensors
+from fedbasin.methods.parts.memory import empty
 
 CLIENTS, RECORDS, SIZE = 5, 3, 4
 

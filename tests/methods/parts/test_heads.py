@@ -3,8 +3,8 @@ import torch
 from local.directions import small_net
 from torch import nn
 
-from fedbasin.core.heads import Head
 from fedbasin.core.net import Net
+from fedbasin.methods.parts.heads import Head
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbasin.core.descent import Adam
-from fedbasin.core.method import Context, Proxy, Served
+from fedbasin.core.method import Proxy, Served
 from fedbasin.core.rng import Key
 from fedbasin.local.batches import epoch_order, proxy_batches
 from fedbasin.local.optimisers import SGD
 from fedbasin.local.step import clipped
+from fedbasin.methods.parts.descent import Adam
 
 Optimiser = Literal["adam", "sgd"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (model, numbers of the rows) -> mean loss
@@ -122,13 +122,6 @@ def shifted(fresh: Served, refined: Tensor) -> Served:
     if fresh.score is fresh.send:
         return Served(refined, refined, fresh.notes)
     return Served(refined, fresh.score + (refined - fresh.send), fresh.notes)
-
-
-def rows_of(context: Context, name: str) -> Proxy:
-    """Return the server's rows, or say that there are none."""
-    if context.proxy is None:
-        raise ValueError(f"{name} learns from data on the server: the context has no proxy")
-    return context.proxy
 
 
 @torch.no_grad()

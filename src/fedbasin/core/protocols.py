@@ -1,0 +1,86 @@
+"""What few methods do beyond merging, each as a small class that such a method implements.
+
+A wrapper does not implement them for the method inside it. The functions below look through
+wrappers, so that ``wima(mime)`` gets the gradients that ``mime`` needs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fedbasin.core.method import Context, Method, Wrapped, Wrapper
+
+
+class NeedsGradients:
+    """A method whose cohort sends its full gradients (`Context.probe`) before it trains."""
+
+
+class ScoresCounts(ABC):
+    """A method that can do with one number of each client in place of its class counts."""
+
+    @abstractmethod
+    def score_counts(self, counts: Tensor, total: Tensor) -> float:
+        """Return the number that a client tells, from its counts and all clients' [classes]."""
+
+
+class StartsLate(ABC):
+    """A method that equals a plainer one in its first rounds."""
+
+    @abstractmethod
+    def shared_prefix(self, rounds: int) -> tuple[Method, int]:
+        """Return the plainer method, and how many first rounds of a run the two have in common."""
+
+    @abstractmethod
+    def state_from_prefix(self, state: Any, server: Tensor, context: Context) -> Any:
+        """Convert the plainer method's state into this one's, at the round where they part."""
+
+
+def needs_gradients(method: Method) -> bool:
+    """Whether the method, or one inside its wrappers, needs the cohort's gradients."""
+    return any(isinstance(layer, NeedsGradients) for layer in _layers(method))
+
+
+def score_counts(method: Method, counts: Tensor, total: Tensor) -> float:
+    """Return the number that a client tells in place of its class counts [classes]."""
+    for layer in _layers(method):
+        if isinstance(layer, ScoresCounts):
+            return layer.score_counts(counts, total)
+    raise NotImplementedError(
+        f"{method} needs the clients' class counts themselves: do not keep them private, "
+        "or take a method that works with scores, such as fedwcm(momentum='scores')"
+    )
+
+
+def shared_prefix(method: Method, rounds: int) -> tuple[Method, int]:
+    """Return a plainer method, and how many first rounds of a run the two have in common.
+
+    For a method that does not start late this is the method itself, and all rounds.
+    """
+    if isinstance(method, StartsLate):
+        return method.shared_prefix(rounds)
+    if isinstance(method, Wrapper):
+        inner, common = shared_prefix(method.inner, rounds)
+        return replace(method, inner=inner), common  # type: ignore[type-var]
+    return method, rounds
+
+
+def state_from_prefix(method: Method, state: Any, server: Tensor, context: Context) -> Any:
+    """Convert the state of a method's `shared_prefix` into its own, at the round they part."""
+    if isinstance(method, StartsLate):
+        return method.state_from_prefix(state, server, context)
+    if isinstance(method, Wrapper):
+        inner = state_from_prefix(method.inner, state.inner, server, context)
+        return Wrapped(state.own, inner)
+    return state
+
+
+def _layers(method: Method) -> Iterator[Method]:
+    """Yield the method, then those inside its wrappers."""
+    yield method
+    if isinstance(method, Wrapper):
+        yield from _layers(method.inner)

@@ -1,0 +1,1 @@
+"""What several methods are made of: memories, windows, heads, momenta, training on the server."""
