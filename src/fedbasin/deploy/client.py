@@ -263,6 +263,15 @@ def _evaluate(here: Desk, content: RecordDict) -> RecordDict:
     return RecordDict({"metrics": MetricRecord(metrics)})
 
 
+def _class_counts(here: Desk) -> list[int]:
+    """Count the client's rows by class; nothing where its targets have no classes."""
+    classes = here.trainer.classes
+    if not classes:
+        return []
+    counts: list[int] = torch.bincount(here.rows.labels, minlength=classes).tolist()
+    return counts
+
+
 def _query(here: Desk, content: RecordDict, context: Context) -> RecordDict:
     config: ConfigRecord = the_record(content, ConfigRecord, "config")
     if config.get(ASK) == GRADIENT:
@@ -270,7 +279,7 @@ def _query(here: Desk, content: RecordDict, context: Context) -> RecordDict:
         _, vector, buffers = _received(here, arrays)
         gradient = here.trainer.full_gradient(here.rows, vector, buffers)
         return answer_gradient(gradient, len(here.rows.labels))
-    counts = torch.bincount(here.rows.labels, minlength=here.trainer.classes).tolist()
+    counts = _class_counts(here)
     if config.get(ASK) != "who":
         return answer(config, counts, context, parse(here.method, "method"))
     facts = MetricRecord({"partition-id": here.client, "num-partitions": here.clients})
