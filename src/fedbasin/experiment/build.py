@@ -337,17 +337,6 @@ def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:
     return as_tensor(part.inputs, device), as_tensor(part.labels, device)
 
 
-def _transform(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype) -> Any:
-    middle, spread = {"symmetric": (0.5, 0.5), "unit": (0.0, 1.0)}.get(settings.normalise, (0, 0))
-    mean, std = dataset.mean, dataset.std
-    if dataset.kind != "image":
-        _refuse_pixel_settings(dataset, settings)
-    elif settings.normalise != "dataset":
-        mean, std = (middle,) * len(mean), (spread,) * len(std)
-    transform = Transform(mean, std, augment=settings.augment, kind=dataset.kind)
-    return partial(transform, dtype=dtype)
-
-
 def _refuse_pixel_settings(dataset: data.Dataset, settings: DataConfig) -> None:
     """Refuse settings that speak of pixels where the inputs are no images."""
     if settings.normalise != "dataset":
@@ -360,6 +349,17 @@ def _refuse_pixel_settings(dataset: data.Dataset, settings: DataConfig) -> None:
             f"data.augment crops and flips images, and {dataset.name} is {dataset.kind}: leave it "
             "at false"
         )
+
+
+def _transform(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype) -> Any:
+    middle, spread = {"symmetric": (0.5, 0.5), "unit": (0.0, 1.0)}.get(settings.normalise, (0, 0))
+    mean, std = dataset.mean, dataset.std
+    if dataset.kind != "image":
+        _refuse_pixel_settings(dataset, settings)
+    elif settings.normalise != "dataset":
+        mean, std = (middle,) * len(mean), (spread,) * len(std)
+    transform = Transform(mean, std, augment=settings.augment, kind=dataset.kind)
+    return partial(transform, dtype=dtype)
 
 
 def _sgd(experiment: Experiment) -> SGD:
