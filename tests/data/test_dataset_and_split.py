@@ -128,6 +128,13 @@ def test_datasets_that_do_not_fit_together_are_refused(changes, message):
         Dataset("toy", changes.get("kind", "table"), train, Rows(**test), ("a", "b"))
 
 
+def test_a_split_without_rows_is_refused():
+    some = Rows(np.zeros((2, 4), np.float32), np.array([0, 1]))
+    for splits, name in (((some, some.take([])), "test"), ((some.take([]), some), "train")):
+        with pytest.raises(ValueError, match=f"{name} of toy has no rows: give some"):
+            Dataset("toy", "table", *splits, ("a", "b"))
+
+
 @pytest.mark.parametrize("labels", [np.zeros(2, np.float32), np.zeros((2, 2), np.int64)])
 def test_names_of_classes_need_one_whole_number_a_row(labels):
     some = Rows(np.zeros((2, 4), np.float32), labels)

@@ -148,6 +148,25 @@ def test_counts_in_plain_need_the_clients_consent():
     assert reply.content["metrics"]["class-counts"] == expected
 
 
+def test_a_client_whose_targets_have_no_classes_says_who_it_is():
+    executor = toy_federation(parse("fedavg", "method")).executor
+    trainer = replace(executor.trainer, classes=0)
+
+    def desk(context):
+        client, clients = place(context)
+        shard = executor.population.shard(client)
+        return Desk("fedavg", trainer, shard._replace(labels=shard.labels / 3), client, clients)
+
+    grid = LocalGrid(app_of(desk), 6)
+    (node, context), *_ = grid.contexts.items()
+    message = Message(RecordDict({"config": ConfigRecord({ASK: "who"})}), node, MessageType.QUERY)
+    message.metadata.__dict__["_message_id"] = "1"
+    facts = grid.app(message, context).content["metrics"]
+    client = grid.client(node)
+    assert facts["partition-id"] == client
+    assert facts["num-examples"] == executor.population.sizes[client]
+
+
 @pytest.mark.parametrize(
     "expression",
     [

@@ -102,6 +102,9 @@ class Dataset:
         """Check that the splits are alike and that the labels are what `classes` says."""
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}: available: {', '.join(KINDS)}")
+        for name, split in (("train", self.train), ("test", self.test)):
+            if not len(split):
+                raise ValueError(f"{name} of {self.name} has no rows: give some")
         for name in ("inputs", "labels"):
             train, test = getattr(self.train, name), getattr(self.test, name)
             if (train.dtype, train.shape[1:]) != (test.dtype, test.shape[1:]):
@@ -177,8 +180,6 @@ def _check_classes(labels: NDArray[Any], classes: int) -> None:
             f"labels is {labels.dtype.name} {list(labels.shape)} and there are {classes} classes: "
             "give int64 [n], or classes=() for targets without classes"
         )
-    if not labels.size:
-        return
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         raise ValueError(

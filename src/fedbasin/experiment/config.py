@@ -258,6 +258,20 @@ def _check_expressions(experiment: Experiment) -> None:
             raise ConfigError(f"{name}: {error}") from error
 
 
+def _check_proxy(data: DataConfig) -> None:
+    if data.proxy_per_class and data.proxy_rows:
+        raise ConfigError(
+            f"data.proxy_per_class is {data.proxy_per_class} and data.proxy_rows is "
+            f"{data.proxy_rows}: set one of them"
+        )
+    without = not data.proxy_per_class and not data.proxy_rows
+    if without and (data.proxy_imbalance < 1 or data.proxy_evened):
+        raise ConfigError(
+            "data.proxy_imbalance and data.proxy_evened are of the server's rows: set "
+            "data.proxy_per_class"
+        )
+
+
 def _check_ranges(experiment: Experiment) -> None:
     e, low = (
         experiment,
@@ -327,20 +341,6 @@ def _check_optimiser(experiment: Experiment) -> None:
                 f"{name} is given twice, as local.{name} = {value} and in local.optimiser = "
                 f"{optimiser}: keep one of the two"
             )
-
-
-def _check_proxy(data: DataConfig) -> None:
-    if data.proxy_per_class and data.proxy_rows:
-        raise ConfigError(
-            f"data.proxy_per_class is {data.proxy_per_class} and data.proxy_rows is "
-            f"{data.proxy_rows}: set one of them"
-        )
-    without = not data.proxy_per_class and not data.proxy_rows
-    if without and (data.proxy_imbalance < 1 or data.proxy_evened):
-        raise ConfigError(
-            "data.proxy_imbalance and data.proxy_evened are of the server's rows: set "
-            "data.proxy_per_class"
-        )
 
 
 def _check_ray(experiment: Experiment) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedbasin.local.train import Shard
 
-# NumPy's types that torch has but cannot index rows of, and what holds the same numbers.
+# Types that few of torch's operations take, and what holds the same numbers.
 _WIDER = {np.dtype(a): b for a, b in (("u2", np.int32), ("u4", np.int64), ("u8", np.int64))}
 
 
