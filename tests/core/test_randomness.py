@@ -246,20 +246,28 @@ def test_recurrent_layers_drop_between_their_layers(kind, options):
             }
         )
 
+    directions = 1 + whole.bidirectional
+    several = kind is nn.LSTM
+    shapes = [each.shape for each in (whole(x)[1] if several else [whole(x)[1]])]
+    start = [draws(*shape) for shape in shapes]
+
     def stacked(x):
         ends = []
         for number, layer in enumerate(layers):
-            x, end = layer(F.dropout(x, 0.4) if number else x)
+            begin = tuple(each.split(directions)[number] for each in start)
+            x = F.dropout(x, 0.4) if number else x
+            x, end = layer(x, begin if several else begin[0])
             ends.append(end if isinstance(end, tuple) else (end,))
         return x, *(torch.cat(each) for each in zip(*ends, strict=True))
 
-    out, last = keyed(whole, x)
+    begin = tuple(start) if several else start[0]
+    out, last = keyed(whole, x, begin)
     expected, *ends = keyed(stacked, x)
     torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(list(last) if kind is nn.LSTM else [last], ends)
+    torch.testing.assert_close(list(last) if several else [last], ends)
     whole.dropout = 0.0
     torch.testing.assert_close(keyed(whole, x)[0], whole(x)[0])
-    assert not torch.allclose(whole(x)[0], out)
+    assert not torch.allclose(whole(x, begin)[0], out)
 
 
 @RECURRENT

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ class Net:
         mixed: bool = False,
     ) -> None:
         check_rows(module)
-        module = copy.deepcopy(module).to(device=device, dtype=dtype)
+        module = _copied(module).to(device=device, dtype=dtype)
         trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         if not trainable:
             raise ValueError(f"{type(module).__name__} has no trainable parameter")
@@ -249,6 +250,17 @@ class Net:
         fixed = self._training.module.state_dict()  # what does not travel: frozen parts, counters
         named = fixed | self.layout.views(vector) | self.buffer_layout.views(buffers)
         return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, unless its forward pass would go on in the original."""
+    for name, part in module.named_modules():
+        if isinstance(vars(part).get("forward"), FunctionType):
+            raise ValueError(
+                f"layer {name!r} ({type(part).__name__}) has a `forward` set on the object; "
+                "a copy of it would run the original's weights: define `forward` in the class"
+            )
+    return copy.deepcopy(module)
 
 
 def _same_rows(few: Tensor, more: Tensor) -> bool:

@@ -231,8 +231,8 @@ class KeyedDraws(TorchFunctionMode):
         **options: Any,
     ) -> Tensor:
         """Answer `F.scaled_dot_product_attention`, with dropout as torch's documentation has it."""
-        # `vmap` knows no batching rule for what torch runs on a CPU, but for all that follows
-        if dropout_p == 0 and not (query.is_cpu and is_functorch_wrapped_tensor(query)):
+        # not every kernel that torch takes here has a batching rule for `vmap`; what follows has
+        if dropout_p == 0 and not is_functorch_wrapped_tensor(query):
             return func(query, key, value, attn_mask, 0.0, is_causal, **options)  # type: ignore[no-any-return]
         if options.pop("enable_gqa", False):
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -269,7 +269,9 @@ class KeyedDraws(TorchFunctionMode):
                 "sequences in place of packed ones, and batch_first=True"
             )
         mapped = any(is_functorch_wrapped_tensor(each) for each in (args[0], *args[2]))
-        written_out = mapped and not packed and (func is torch.lstm or not training)
+        # torch's own GRU and RNN are faster, and known to work in training on a CPU
+        safe = func is not torch.lstm and training and args[0].is_cpu
+        written_out = mapped and not packed and not safe
         if not drops and not written_out:
             return func(*args)
         sequence, start, weights, biases = args[:4]
