@@ -126,3 +126,16 @@ def test_a_net_on_a_device_is_the_same_net_with_memory_of_its_own():
     assert Net(nn.Linear(2, 2), mixed=True).on("cpu").mixed and not other.mixed
     assert net.on("meta").initial()[0].is_meta and net.device.type == "cpu"
     assert not net.initial()[0].is_meta and torch.isfinite(net(vector, x).logits).all()
+
+
+def test_a_forward_that_a_copy_would_not_follow_is_refused():
+    module = nn.Sequential(nn.Sequential(nn.Linear(4, 3)))
+    module[0].forward = lambda x: module[0][0](x)
+    with pytest.raises(
+        ValueError, match=r"layer '0' \(Sequential\) .* define `forward` in the class"
+    ):
+        Net(module)
+    module[0].forward = nn.Sequential.forward.__get__(module[0])  # a method follows its object
+    net = Net(module)
+    x = torch.rand(2, 4)
+    assert torch.equal(net(net.initial()[0] * 0, x).logits, torch.zeros(2, 3))

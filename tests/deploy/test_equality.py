@@ -89,6 +89,18 @@ def test_three_rounds_equal_the_simulators(expression, participation):
         assert getattr(strategy._context, name) == getattr(federation.context, name), name
 
 
+def test_a_users_dropout_has_the_simulators_masks():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    federation, rounds = simulated(
+        "scaffold",
+        module=nn.Sequential(
+            nn.Unflatten(1, (4, 1)), nn.Linear(1, 4), layer, nn.Flatten(), nn.Linear(16, 3)
+        ),
+    )
+    strategy, _, _ = deployed(federation)
+    torch.testing.assert_close(strategy._server.send, rounds[-1][0].send, rtol=1e-9, atol=1e-11)
+
+
 class Normed(nn.Sequential):
     """Four inputs, three classes, statistics on the way."""
 

@@ -112,12 +112,19 @@ def _rolling(sgd, vector):
     return mapped(lambda velocity: velocity + 0.1, sgd.init(vector))
 
 
+class PartlyUsed(nn.Sequential):
+    """A network with a layer that no output depends on."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(2, 2))
+
+    def forward(self, x):
+        return self[2](self[1](self[0](x)))
+
+
 @pytest.mark.parametrize("sgd", [SGD(), SGD(0.9), SGD(0.5, 1e-2), SGD(0.0, 0.1)])
 def test_the_step_in_place_is_the_step(sgd):
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    module.unused = nn.Linear(2, 2)
-    module.forward = lambda x: module[2](module[1](module[0](x)))
-    net, shard = Net(module, dtype=torch.float64), make_shard()
+    net, shard = Net(PartlyUsed(), dtype=torch.float64), make_shard()
     vector, buffers = net.initial()
     batch = Batch(transform(shard.inputs), shard.labels, torch.ones(11, dtype=torch.float64))
     pure, ours = (Point(vector.clone(), _rolling(sgd, vector), buffers, ()) for _ in range(2))

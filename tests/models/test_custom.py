@@ -23,9 +23,6 @@ def full(shape, classes):
 def keyed(shape, classes):
     return nn.Sequential(Dropout(0.5), Dropout(0.5), nn.Linear(shape[0], classes))
 
-def torchs_dropout(shape, classes):
-    return nn.Sequential(nn.Linear(shape[0], classes), nn.Dropout2d())
-
 def three(shape, classes, more):
     return Plain(shape, classes)
 
@@ -72,7 +69,6 @@ def test_dropout_sites_are_numbered(mine):
         ("my_networks:ready", "is a Linear; it must be a function"),
         ("my_networks:three", "cannot be called with .shape, classes.: missing .* 'more'"),
         ("my_networks:number", "returned a int, not a torch.nn.Module"),
-        ("my_networks:torchs_dropout", "layer '1' is a torch.nn.Dropout2d"),
     ],
 )
 def test_what_is_wrong_with_the_path_is_said(mine, path, message):

@@ -107,6 +107,14 @@ def test_shards_of_the_matrix_give_the_result_of_one_process(cluster):
     assert_same(found, history(replace(base, executor=whole)))
 
 
+def test_a_users_dropout_has_the_masks_of_one_process(cluster):
+    base = federation(
+        module=nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3)), rounds=2
+    )
+    with closing(on_ray(base, matrix, workers=2)) as spread:
+        assert_same(history(spread), history(base))
+
+
 @dataclass(frozen=True)
 class Mortal(LoopExecutor):
     """A loop whose process is killed when it has trained client 0: once in round 2, and then

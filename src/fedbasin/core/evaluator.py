@@ -372,7 +372,7 @@ class Evaluator:
             return self.net(vector, inputs, buffers).logits
 
         beside = len(models) > 1 and (models.is_cuda or len(models) > _LOOPED)
-        if beside and self.net.maps:
+        if beside:
             outputs: Tensor = vmap(one)(models)
             return outputs
         return torch.stack([one(model) for model in models])

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbasin.core.randomness import (
+    KeyedDraws,
+    RandomnessError,
+    check_rows,
+    is_recurrent,
+    may_draw,
+)
 from fedbasin.core.vectors import Layout
 
 _ACTIVATIONS = nn.ReLU.__module__  # where torch keeps its activation functions
@@ -51,7 +61,7 @@ class Net:
     """A module that runs from vectors.
 
     Args:
-        module: the network; its own weights are the initial model.
+        module: the network; its own weights are the initial model. It is copied, not changed.
         device: where it runs.
         dtype: floating type of vectors and inputs.
         mixed: run layers in bfloat16 where autocast allows it; vectors and logits stay as given.
@@ -65,7 +75,8 @@ class Net:
         *,
         mixed: bool = False,
     ) -> None:
-        module = module.to(device=device, dtype=dtype)
+        check_rows(module)
+        module = _copied(module).to(device=device, dtype=dtype)
         trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         if not trainable:
             raise ValueError(f"{type(module).__name__} has no trainable parameter")
@@ -78,7 +89,9 @@ class Net:
         # oneDNN's convolutions and poolings are faster with the channels innermost
         convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
         self._channels_last = convolves and self.device.type == "cpu"
-        self.compiles = bool(getattr(module, "compiles", True))  # a module may say it does not pay
+        # a module may say that compiling does not pay; for recurrent layers it takes minutes
+        self.compiles = bool(getattr(module, "compiles", True)) and not is_recurrent(module)
+        self._may_draw = may_draw(module)
         self._counters = [
             (n, b) for n, b in module.named_buffers() if not b.is_floating_point() and b.dim() == 0
         ]
@@ -94,7 +107,7 @@ class Net:
 
     def on(self, device: torch.device | str) -> Net:
         """Return the same network on another device."""
-        return Net(copy.deepcopy(self._training.module), device, self.dtype, mixed=self.mixed)
+        return Net(self._training.module, device, self.dtype, mixed=self.mixed)
 
     def __call__(
         self,
@@ -136,16 +149,51 @@ class Net:
             if key is not None:
                 for name in self._keys:
                     named[name] = key
-        module = self._training if training else self._scoring
         named = {f"module.{name}": tensor for name, tensor in named.items()}
+        with self._draws(len(inputs), key, training), self._precision():
+            module = self._training if training else self._scoring
+            logits, features = functional_call(module, named, (inputs,), tie_weights=self._tied)
+        if self.mixed:
+            logits = logits.to(self.dtype)
+            features = None if features is None else features.to(self.dtype)
+        return Outputs(logits, features, statistics)
+
+    @torch.no_grad()
+    def check_draws(self, inputs: Tensor) -> None:
+        """Refuse a module whose random numbers cannot be drawn from a key, by running it.
+
+        Args:
+            inputs: a few rows, three if there are so many.
+        """
+        if not self._may_draw:
+            return
+        batches = [inputs[:2], inputs[:3]]
+        key = torch.zeros(2, dtype=torch.int64, device=self.device)
+        scored = [self(self._initial, rows).logits for rows in batches]
+        trained = [self(self._initial, rows, key=key, training=True).logits for rows in batches]
+        parts = self._training.modules()
+        if self.has_statistics or any(isinstance(part, _BatchNorm) for part in parts):
+            return  # each row's output depends on the others
+        if _same_rows(*scored) and not _same_rows(*trained):
+            raise RandomnessError(
+                f"{type(self._training.module).__name__}: in training a row added to the batch "
+                "changes the outputs of the others; dropout must be given tensors whose rows lie "
+                "on axis 0 (batch_first=True)"
+            )
+
+    def _draws(self, rows: int, key: Tensor | None, training: bool) -> AbstractContextManager[Any]:
+        """Return where dropout takes its masks from while the module runs."""
+        if not self._may_draw:
+            return nullcontext()
+        if training and key is None:
+            key = torch.zeros(2, dtype=torch.int64, device=self.device)
+        module = self._training.module if training else self._scoring.module
+        return KeyedDraws(module, rows, key if training else None)
+
+    def _precision(self) -> AbstractContextManager[Any]:
         if not self.mixed:
-            logits, features = functional_call(module, named, (inputs,), tie_weights=self._tied)
-            return Outputs(logits, features, statistics)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            logits, features = functional_call(module, named, (inputs,), tie_weights=self._tied)
-        if features is not None:
-            features = features.to(self.dtype)
-        return Outputs(logits.to(self.dtype), features, statistics)
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
 
     def activations(
         self, vector: Tensor, inputs: Tensor, buffers: Tensor | None = None
@@ -193,12 +241,6 @@ class Net:
         return inputs.to(memory_format=torch.channels_last)
 
     @property
-    def maps(self) -> bool:
-        """Whether several models can be scored under one `vmap`; recurrent ones cannot on a CPU."""
-        parts = self._scoring.modules()
-        return not any(isinstance(part, nn.RNNBase | nn.MultiheadAttention) for part in parts)
-
-    @property
     def has_statistics(self) -> bool:
         """Whether the network carries float buffers that training changes."""
         return self.buffer_layout.size > 0
@@ -208,6 +250,22 @@ class Net:
         fixed = self._training.module.state_dict()  # what does not travel: frozen parts, counters
         named = fixed | self.layout.views(vector) | self.buffer_layout.views(buffers)
         return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, unless its forward pass would go on in the original."""
+    for name, part in module.named_modules():
+        if isinstance(vars(part).get("forward"), FunctionType):
+            raise ValueError(
+                f"layer {name!r} ({type(part).__name__}) has a `forward` set on the object; "
+                "a copy of it would run the original's weights: define `forward` in the class"
+            )
+    return copy.deepcopy(module)
+
+
+def _same_rows(few: Tensor, more: Tensor) -> bool:
+    """Whether the first rows of two batches have the same outputs, up to rounding."""
+    return torch.allclose(few, more[: len(few)], rtol=1e-2, atol=1e-4)
 
 
 def _is_key(name: str, buffer: Tensor) -> bool:

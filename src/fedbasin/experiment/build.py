@@ -185,6 +185,7 @@ def build(
 
     train = rows.splits.train
     population = Population.of(train.inputs, train.labels, rows.parts.clients, device)
+    net.check_draws(transform(population.inputs[:3], None))
     proxy = examiner(rows.splits.proxy) if rows.splits.proxy is not None else None
     test = examiner(rows.splits.test)
     trained_on = None

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.expressions import ExpressionError, load_module
@@ -40,7 +39,7 @@ def custom(shape: Shape, classes: int, *, path: str) -> nn.Module:
     """A network of your own: ``path="package.module:factory"`` names a function that makes it.
 
     The function is called as ``factory(shape, classes)``, shape without the batch axis. The module
-    must be free of in-place updates and of global randomness (use `fedbasin.models.Dropout`);
+    must be free of in-place updates and of randomness other than dropout;
     `head` and `features`, as a `Network` has, are needed only by methods that work on features.
 
     Args:
@@ -56,11 +55,5 @@ def custom(shape: Shape, classes: int, *, path: str) -> nn.Module:
         raise ValueError(
             f"path={path!r} returned a {type(network).__name__}, not a torch.nn.Module"
         )
-    for name, layer in network.named_modules():
-        if isinstance(layer, _DropoutNd):
-            raise ValueError(
-                f"path={path!r}: layer {name!r} is a torch.nn.{type(layer).__name__}, which draws "
-                "from a global generator; use fedbasin.models.Dropout instead"
-            )
     number_sites(network)
     return network

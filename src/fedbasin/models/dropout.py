@@ -6,22 +6,18 @@ so a cohort trained together and a loop over its clients would see different mas
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from fedbasin.core.rng import bits
+from fedbasin.core.randomness import draw_kept
 
 
 class Dropout(nn.Module):
     """Zero each element with probability p, from a key that is handed in from outside.
 
     In training ``y_i = x_i / (1 - p)`` if ``u_i >= p`` and 0 otherwise, in evaluation ``y = x``.
-    The u_i are the bytes of ``bits(key, 2^24 site + j)`` over 2^8, or their 16-bit halves over 2^16
-    where p is no multiple of 1/256 (it is then rounded to one of 1/65536). j counts row by row, and
-    a row takes the lowest bytes of all its words first. So one hash serves four elements, or two,
-    and rows added at the end of a batch change no earlier row.
+    `draw_kept` draws the u_i, from the number 2^24 site on: rows added at the end of a batch change
+    no earlier row.
 
     The caller replaces the buffer `key` at every step through ``torch.func.functional_call``
     (`key_names` says where it stands); left alone, every step repeats one mask. The buffer is
@@ -45,17 +41,8 @@ class Dropout(nn.Module):
         """Return x with elements dropped in training, or x itself in evaluation."""
         if not self.training or self.p == 0:
             return x
-        rows, size = len(x), math.prod(x.shape[1:])
-        wide = 8 if (self.p * 256).is_integer() else 16
-        places, first = range(0, 32, wide), self.site << 24
-        each = -(-size // len(places))  # words of a row
-        words = bits(self.key, torch.arange(first, first + rows * each, device=x.device))
-        least = min(round(self.p * (1 << wide)), (1 << wide) - 1)
-        lanes, kept = words.view(rows, each), 1 - least / (1 << wide)
-        keep = [lanes & (((1 << wide) - 1) << at) >= least << at for at in places]
-        mask = torch.cat(keep, 1)[:, :size].reshape(x.shape)
-        # by way of bytes, which torch turns to floats several times faster than truth values
-        return x * (mask.to(torch.uint8).to(x.dtype) / kept)
+        kept, share = draw_kept(self.key, tuple(x.shape), self.p, x.device, self.site << 24)
+        return x * (kept.to(x.dtype) / share)
 
     def extra_repr(self) -> str:
         """Show the probability and the site when printed."""
