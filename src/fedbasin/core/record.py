@@ -67,6 +67,12 @@ class RoundRecord:
         notes = flat.pop("notes")
         return json.dumps(_plain(flat | {f"note_{k}": v for k, v in notes.items()}))
 
+    def numbers(self) -> dict[str, float]:
+        """Return the single numbers by column, without the round, lists and what is null."""
+        flat = json.loads(self.line())
+        del flat["round"]
+        return {name: value for name, value in flat.items() if isinstance(value, int | float)}
+
     @classmethod
     def read(cls, line: str) -> RoundRecord:
         """Read a line back."""
