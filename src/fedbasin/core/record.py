@@ -14,6 +14,8 @@
     clients/                 what clients keep between rounds, where it does not fit in memory
     snapshots/               models of chosen rounds, for analyses
     analysis/                what analyses found
+    tensorboard/             events, if the run is logged there
+    mlflow.json, wandb.json  which run it is there, if the run is logged there
 
 This module reads and writes text only, so reports need no tensors.
 """

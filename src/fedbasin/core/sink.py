@@ -151,6 +151,7 @@ class Log:
 
     def _error(self, sink: Sink, when: str, error: Exception) -> SinkError:
         return SinkError(
-            f"log: {sink.name} failed {when}: {type(error).__name__}: {error}. The run is saved; "
-            f"correct the sink or leave it out, then go on with: fedbasin resume {self.folder}"
+            f"log: {sink.name} failed {when}: {type(error).__name__}: {error}. The run is saved. "
+            "Correct the sink or leave it out, then resume the run (fedbasin resume "
+            f"{self.folder}, or start the federation again)"
         )
