@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedbasin.core.expressions import parse as parse
     from fedbasin.core.expressions import text as text
+    from fedbasin.core.sink import Sink as Sink
     from fedbasin.experiment import Experiment as Experiment
     from fedbasin.experiment import resume as resume
     from fedbasin.experiment import run as run
@@ -21,6 +22,7 @@ _HOMES = {
     "LocalConfig": "experiment",
     "PartitionConfig": "experiment",
     "SimConfig": "experiment",
+    "Sink": "core.sink",
     "SnapshotConfig": "experiment",
     "build": "experiment",
     "compare": "experiment",

@@ -301,3 +301,49 @@ def test_help_loses_no_word_to_markup():
             if Text.from_markup(plain).plain != plain:
                 lost.append(plain)
     assert not lost
+
+
+def test_a_run_logs_where_it_is_told(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("fedbasin.sinks.find_spec", lambda package: "there")
+    monkeypatch.setattr(
+        "fedbasin.experiment.runs.run_cells", lambda *_, log, **__: seen.append(log) or [SUMMARY]
+    )
+    out = ("--out", str(tmp_path / "r"))
+    for asked in (
+        ("--log", "tensorboard", "--log", "mlflow"),
+        ("--tensorboard",),  # what it was called before
+        ("--tensorboard", "--log", "wandb"),
+        (),
+    ):
+        assert invoke("run", *out, *asked).exit_code == 0
+    assert [list(log) for log in seen] == [
+        ["tensorboard", "mlflow"],
+        ["tensorboard"],
+        ["tensorboard", "wandb"],
+        [],
+    ]
+    assert "--log" in invoke("run", "--help").output
+    assert "--tensorboard" not in invoke("run", "--help").output
+
+
+SUMMARY = {
+    "status": "finished",
+    "method": "fedavg",
+    "rounds": 1,
+    "accuracy_last": 0.5,
+    "accuracy_mean_last10": 0.5,
+    "seconds": 1.0,
+}
+
+
+def test_a_sink_that_is_unknown_or_not_installed_is_told_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedbasin.sinks.find_spec", lambda package: None)
+    out = tmp_path / "r"
+    for command in (("run",), ("compare", "fedavg", "--seeds", "0,1", "--jobs", "2")):
+        unknown = invoke(*command, "--out", str(out), "--log", "tensorbord", *FAST)
+        assert unknown.exit_code == 2 and "'tensorbord' is not one of 'mlflow'" in unknown.output
+        absent = invoke(*command, "--out", str(out), "--log", "mlflow", *FAST)
+        assert absent.exit_code == 1
+        assert "pip install 'fedbasin[mlflow]'" in str(absent.exception)
+    assert not out.exists()

@@ -90,3 +90,18 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "\ud800")
     assert path.read_text() == "old"
+
+
+def test_numbers_are_the_single_numbers_of_the_line():
+    record = RoundRecord(
+        round=3,
+        lr=0.5,
+        train_loss=float("nan"),
+        replies=7,
+        notes={"gamma": 0.25, "weights": [1.0]},
+    )
+    numbers = record.numbers()
+    assert numbers["lr"] == 0.5 and numbers["replies"] == 7 and numbers["note_gamma"] == 0.25
+    assert not {"round", "train_loss", "note_weights"} & set(numbers)
+    flat = json.loads(record.line())
+    assert all(flat[name] == value for name, value in numbers.items())

@@ -20,6 +20,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.method import ReplyError
 from fedbasin.core.record import RecordError, RunFolder
+from fedbasin.core.sink import Sink, SinkError
 from fedbasin.core.state import same
 from fedbasin.deploy import FedbasinStrategy, Guard
 from fedbasin.deploy.keep import OwnState
@@ -296,3 +297,44 @@ def test_a_strategy_that_is_started_twice_begins_twice():
         strategy.start(grid, arrays, num_rounds=2, timeout=0.5)
         found.append((strategy._server.send, len(strategy.journal.records)))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1] == 2
+
+
+def test_a_sink_gets_every_round_once_and_one_that_fails_loses_nothing(tmp_path):
+    """As in a simulated run."""
+    federation = federation_of("scaffold")
+    config = {"state-dir": str(tmp_path / "nodes")}
+    grid = LocalGrid(app_for(federation), 6, node_config=config)
+    told = []
+
+    class Notebook(Sink):
+        def open(self, run):
+            told.append([record.round for record in run.records])
+
+        def record(self, record):
+            told.append(record.round)
+
+        def finish(self, summary):
+            told.append(summary["status"])
+
+        def close(self):
+            told.append("closed")
+
+    def fails(record):
+        if record.round == 3:
+            raise OSError("no space left")
+
+    log = [Notebook(), fails]
+    with pytest.raises(SinkError, match=r"fails failed at round 3: OSError: no space left"):
+        start(federation, grid, tmp_path / "a", checkpoint_every=2, log=log)
+    assert told == [[], 1, 2, 3, "closed"]
+    told.clear()
+    strategy, _ = start(federation, grid, tmp_path / "a", checkpoint_every=2, log=[Notebook()])
+    assert told == [[1, 2, 3], 4, "finished", "closed"]
+    other = LocalGrid(app_for(federation), 6)
+    whole, _ = start(federation, other, tmp_path / "b", checkpoint_every=2)
+    assert same(strategy._server, whole._server)
+
+
+def test_a_sink_needs_a_folder():
+    with pytest.raises(ValueError, match="log needs a folder"):
+        FedbasinStrategy("fedavg", log=[print])

@@ -6,15 +6,18 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from fedbasin.cli.analyze import analyze
 from fedbasin.cli.data import app as data_app
@@ -25,6 +28,7 @@ from fedbasin.cli.private_counts import private_counts
 from fedbasin.cli.progress import run_with_progress, wide_console
 from fedbasin.cli.report import Target, report
 from fedbasin.core.record import headline_of
+from fedbasin.sinks import SINKS
 
 if TYPE_CHECKING:
     from fedbasin.experiment.config import Experiment
@@ -72,12 +76,24 @@ Jobs = Annotated[
     int | None,
     typer.Option(min=1, help="Runs at once; by default as many as there are cores, one on a GPU."),
 ]
-TensorBoard = Annotated[
-    bool,
+LogTo = Annotated[
+    list[str] | None,
     typer.Option(
-        "--tensorboard", help="Also write events for TensorBoard, into each run's folder."
+        "--log",
+        click_type=click.Choice(list(SINKS)),
+        help="Also log each round and the summary there. May be repeated.",
     ),
 ]
+
+
+class _OldFlags(TyperCommand):
+    """Reads ``--tensorboard`` as ``--log tensorboard``, which it was called before."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        new: list[str] = []
+        for word in args:
+            new += ["--log", "tensorboard"] if word == "--tensorboard" else [word]
+        return super().parse_args(ctx, new)
 
 
 def main() -> None:
@@ -143,7 +159,7 @@ def _fresh(name: str) -> Path:
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-@app.command()
+@app.command(cls=_OldFlags)
 def run(
     config: Annotated[Path | None, typer.Argument(help="A TOML file with settings.")] = None,
     preset: Preset = None,
@@ -158,7 +174,7 @@ def run(
     device: Device = None,
     out: Out = None,
     data_dir: DataDir = None,
-    tensorboard: TensorBoard = False,
+    log: LogTo = None,
     set_: Settings = None,
 ) -> None:
     """Train one model with one method.
@@ -176,15 +192,15 @@ def run(
             f"{out} holds a run already; fedbasin resume {out}, or choose another --out"
         )
     layout = [Cell(experiment.resolved(), path)]
-    (summary,) = run_with_progress(layout, console, data_dir, tensorboard=tensorboard)
+    (summary,) = run_with_progress(layout, console, data_dir, log=log or ())
     _say_summary(summary, path)
 
 
-@app.command()
+@app.command(cls=_OldFlags)
 def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
     data_dir: DataDir = None,
-    tensorboard: TensorBoard = False,
+    log: LogTo = None,
 ) -> None:
     """Go on with a run that was stopped or killed; it ends as if it never had been."""
     import fedbasin.experiment  # noqa: F401
@@ -201,11 +217,11 @@ def resume(
     layout = [Cell(read_experiment(folder / "config.toml"), folder)]
     if (folder / "model.safetensors").exists():
         console.print(Text(f"{folder} is finished: nothing is left to do"), soft_wrap=True)
-    (summary,) = run_with_progress(layout, console, data_dir, tensorboard=tensorboard)
+    (summary,) = run_with_progress(layout, console, data_dir, log=log or ())
     _say_summary(summary, folder)
 
 
-@app.command()
+@app.command(cls=_OldFlags)
 def compare(
     methods: Annotated[
         list[str], typer.Argument(help="Expressions, e.g. fedavg 'fedprox(mu=0.1)'.")
@@ -219,7 +235,7 @@ def compare(
     jobs: Jobs = None,
     out: Out = None,
     data_dir: DataDir = None,
-    tensorboard: TensorBoard = False,
+    log: LogTo = None,
     set_: Settings = None,
 ) -> None:
     """Let several methods compete on the same clients, cohorts and batches.
@@ -233,7 +249,7 @@ def compare(
 
     path = _folder(out) or _fresh("compare")
     layout = cells(base, methods, _read_seeds(seeds), path)
-    _compare(layout, base, path, target, data_dir, jobs, tensorboard)
+    _compare(layout, base, path, target, data_dir, jobs, log or ())
 
 
 @app.command()
@@ -304,7 +320,7 @@ def _compare(
     target: float | None,
     data_dir: Path | None,
     jobs: int | None,
-    tensorboard: bool = False,
+    log: Sequence[str] = (),
 ) -> None:
     from fedbasin.experiment.build import pick_device
     from fedbasin.report.curves import draw_curves
@@ -316,7 +332,7 @@ def _compare(
         alone = pick_device(base.sim.device).type != "cpu" or base.sim.executor == "ray"
         jobs = 1 if alone else min(os.cpu_count() or 1, len(layout))
     again = f"the same command and --out {path}"
-    run_with_progress(layout, console, data_dir, jobs, tensorboard=tensorboard, again=again)
+    run_with_progress(layout, console, data_dir, jobs, log=log, again=again)
     runs = read_runs([cell.path for cell in layout])
     headline = headline_of_runs(runs)
     target = headline.usual_target if target is None else target

@@ -59,7 +59,7 @@ def run_with_progress(
     data_dir: Path | None,
     jobs: int = 1,
     *,
-    tensorboard: bool = False,
+    log: Sequence[str] = (),
     on_cell: OnCell | None = None,
     more: More = list,
     rounds: int | None = None,
@@ -68,6 +68,7 @@ def run_with_progress(
     """Run or go on with the cells, showing one bar for all rounds; return their summaries.
 
     The bar reads the records the runs write, so it works the same for processes of their own.
+    `log` names where else records go.
     `on_cell` is told of each cell as it ends and `more` asked for further ones, as in `run_cells`;
     `rounds` counts theirs too. Where there are several, `again` says how to go on with all of them.
     """
@@ -92,7 +93,7 @@ def run_with_progress(
                 layout,
                 data_dir=data_dir,
                 jobs=jobs,
-                tensorboard=tensorboard,
+                log=log,
                 on_cell=on_cell,
                 more=more,
             )

@@ -14,6 +14,8 @@
     clients/                 what clients keep between rounds, where it does not fit in memory
     snapshots/               models of chosen rounds, for analyses
     analysis/                what analyses found
+    tensorboard/             events, if the run is logged there
+    mlflow.json, wandb.json  which run it is there, if the run is logged there
 
 This module reads and writes text only, so reports need no tensors.
 """
@@ -138,6 +140,12 @@ class RoundRecord:
             if name == "round":
                 flat |= self.metrics
         return json.dumps(_plain(flat | {f"note_{k}": v for k, v in self.notes.items()}))
+
+    def numbers(self) -> dict[str, float]:
+        """Return the single numbers by column, without the round, lists and what is null."""
+        flat = json.loads(self.line())
+        del flat["round"]
+        return {name: value for name, value in flat.items() if isinstance(value, int | float)}
 
     @classmethod
     def read(cls, line: str) -> RoundRecord:

@@ -11,8 +11,8 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from torch import Tensor
 from fedbasin.core.archive import Archive
 from fedbasin.core.lock import alone_in
 from fedbasin.core.record import Headline, RecordError, RoundRecord, RunFolder, scores_of
+from fedbasin.core.sink import Log
 from fedbasin.core.state import load, read, save, write
 from fedbasin.core.tree import Leaf
 from fedbasin.sim.rounds import Server
+from fedbasin.sinks import Target, sinks_of
 
 _log = logging.getLogger("flwr")
 
@@ -54,6 +56,7 @@ class Journal:
         method: of the run; a checkpoint of another one is not gone on from.
         seed: the same.
         headline: the metric that runs are compared by.
+        log: where else records and summary go.
     """
 
     # Set up by `restored`; as `Saved` has them.
@@ -70,19 +73,28 @@ class Journal:
         method: str,
         seed: int,
         headline: Headline | None = None,
+        log: Sequence[Target] = (),
     ) -> None:
         if every < 1:
             raise ValueError(f"checkpoint_every must be at least 1, got {every}")
         self.folder = None if folder is None else RunFolder(Path(folder))
         self.headline = headline or Headline()
         self.every, self.facts, self.method, self.seed = every, dict(facts), method, seed
+        if log and self.folder is None:
+            raise ValueError("log needs a folder for the run: give folder=... too")
+        path = Path() if self.folder is None else self.folder.path
+        settings = self.facts | {"method": method, "seed": seed}
+        self.log = Log(sinks_of(log), path, path, settings)
 
-    def alone(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
         """Keep the folder from other processes: two would mix their records."""
         if self.folder is None:
-            return nullcontext()
+            yield
+            return
         self.folder.path.mkdir(parents=True, exist_ok=True)
-        return alone_in(self.folder.path)
+        with alone_in(self.folder.path), closing(self.log):
+            yield
 
     def archive(self) -> Archive | None:
         """Return where methods may keep models of clients."""
@@ -102,6 +114,7 @@ class Journal:
             return fresh
         if not (held := self._held()):
             self.folder.keep_rounds(0)
+            self.log.open([])
             return fresh
         self._compare("method", held.get("method"), self.method)
         self._compare("seed", held.get("seed"), self.seed)
@@ -111,6 +124,7 @@ class Journal:
         self.merged, self.refused = found.merged, Counter(json.loads(found.refused))
         self._compare("number of parameters", server.send.numel(), fresh.send.numel())
         self.records = self.folder.keep_rounds(server.round)
+        self.log.open(self.records)
         _log.info("Going on after round %d from %s", server.round, self.folder.checkpoint)
         if torch.equal(server.send, server.score):
             server = replace(server, score=server.send)  # one model, as it was before saving
@@ -130,9 +144,12 @@ class Journal:
         if self.folder is None:
             return False
         self.folder.append(record)
-        if not (last or record.round % self.every == 0):
+        failed = self.log.record(record)
+        if not (last or failed or record.round % self.every == 0):
             return False
         save(self.folder.checkpoint, self._saved(server))
+        if failed is not None:
+            raise failed
         return True
 
     def _saved(self, server: Server) -> Saved:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from fedbasin.deploy.resume import Journal
 from fedbasin.deploy.wire import Codec
 from fedbasin.sim.participation import draw_cohort
 from fedbasin.sim.rounds import BufferPolicy, Server
+from fedbasin.sinks import Target
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 _STREAM_ABOVE = 256 << 20  # bytes of replies that are worth averaging as they arrive
@@ -84,6 +85,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             it was in; with more, clients that keep a state of their own may be ahead of it.
         patience: seconds to wait for nodes that are needed.
         facts: what the summary says beside the measured numbers.
+        log: where else records and summary go, as in `fedbasin.run`; needs a folder.
     """
 
     # Set up by `start`, and by the round under way.
@@ -129,6 +131,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         checkpoint_every: int = 1,
         patience: float = 600.0,
         facts: Mapping[str, Any] | None = None,
+        log: Sequence[Target] = (),
     ) -> None:
         import fedbasin.methods  # noqa: F401  (fills the catalogue)
 
@@ -150,7 +153,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.task: Task = named or (Classification() if test is None else test.task)
         headline = None if test is None else test.headline
         self.journal = Journal(
-            folder, checkpoint_every, facts or {}, str(self.method), seed, headline
+            folder, checkpoint_every, facts or {}, str(self.method), seed, headline, log
         )
 
     def summary(self) -> None:
@@ -401,6 +404,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     def _finish(self, result: Result) -> None:
         summary = self.journal.finish()
         self.journal.ship(result.arrays.to_torch_state_dict())
+        self.journal.log.finish(summary)
         _log.info("")
         _log.info("Strategy execution finished in %.2fs", summary["seconds"])
         for reason, times in self.journal.refused.items():

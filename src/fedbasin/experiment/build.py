@@ -169,11 +169,11 @@ def build(
     key = root(experiment.seed)
     if dataset is None:
         dataset = data.load(experiment.data.name, data_dir=data_dir)
+    task: Task = parse(experiment.task, "task")
+    outputs = _outputs(task, dataset)
     rows = cut_rows(experiment, dataset)
     method: Method = parse(experiment.method, "method")
-    task: Task = parse(experiment.task, "task")
     shape = tuple(rows.splits.train.inputs.shape[1:])
-    outputs = _outputs(task, rows)
     with torch_draws_from(key.fold("model")):
         module = parse(experiment.model, "model")(shape, outputs)
     net = Net(module, device, dtype, mixed=experiment.sim.precision == "bf16")
@@ -243,11 +243,12 @@ def build(
     )
 
 
-def _outputs(task: Task, rows: Rows) -> int:
+def _outputs(task: Task, dataset: data.Dataset) -> int:
     """Return how many outputs the network has; refuse targets that the task is not for."""
-    labels = rows.splits.train.labels
+    labels = dataset.train.labels
     columns = 1 if labels.ndim == 1 else int(labels.shape[1])
-    targets = Targets(rows.classes, columns, bool(np.issubdtype(labels.dtype, np.integer)))
+    whole = bool(np.issubdtype(labels.dtype, np.integer))
+    targets = Targets(len(dataset.classes), columns, whole)
     try:
         return task.outputs(targets)
     except ValueError as error:

@@ -9,8 +9,9 @@ import platform
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -22,16 +23,17 @@ import torch
 from fedbasin.core.archive import Archive
 from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
+from fedbasin.core.sink import Log, Sink
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.data import Dataset
 from fedbasin.experiment.apart import at_a_run, said_once
 from fedbasin.experiment.build import build, check_needs, pick_device
 from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
 from fedbasin.experiment.pool import outcomes
-from fedbasin.experiment.tensorboard import tensorboard_events
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
 from fedbasin.sim.run import Interrupted, graft
+from fedbasin.sinks import Target, refuse_across_processes, sinks_of
 
 OnRound = Callable[[RoundRecord], None]
 # how a run is computed and kept: what may be edited in config.toml before it goes on
@@ -60,6 +62,8 @@ def run(
     branch: Branch | None = None,
     branching: Collection[int] = (),
     on_round: OnRound | None = None,
+    log: Sequence[Target] = (),
+    root: Path | None = None,
 ) -> dict[str, Any]:
     """Start a run in a new folder and return its summary.
 
@@ -72,7 +76,12 @@ def run(
         branch: another run to take the first rounds from.
         branching: rounds after which a checkpoint is kept for other runs to go on from.
         on_round: called with each round's record.
+        log: where else records and summary go: names (tensorboard, mlflow, wandb), `Sink` objects,
+            or functions that are called with each round's record.
+        root: the folder of the comparison that the run belongs to, for sinks that keep one store
+            for all its runs; by default `out`.
     """
+    sinks = sinks_of(log)  # before any work: a package may be missing
     folder = RunFolder(Path(out))
     _refuse_begun(folder, branch)
     experiment = experiment.resolved()
@@ -88,7 +97,8 @@ def run(
                 write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
             write_atomically(folder.begun, experiment.to_toml())
             write_atomically(folder.config, experiment.to_toml())
-            return _run(experiment, federation, folder, branching, on_round)
+            log_of_run = _log(experiment, folder, sinks, root)
+            return _run(experiment, federation, folder, branching, on_round, log_of_run)
 
 
 def _refuse_begun(folder: RunFolder, branch: Branch | None) -> None:
@@ -110,6 +120,8 @@ def resume(
     dataset: Dataset | None = None,
     branching: Collection[int] = (),
     on_round: OnRound | None = None,
+    log: Sequence[Target] = (),
+    root: Path | None = None,
 ) -> dict[str, Any]:
     """Go on with the run of a folder; a finished one returns its summary as it is.
 
@@ -119,7 +131,10 @@ def resume(
         dataset: the data in memory that the run was begun on; other data is refused.
         branching: rounds after which a checkpoint is kept for other runs to go on from.
         on_round: called with each round's record.
+        log: where else records go, as in `run`.
+        root: the folder of a comparison that the run is part of.
     """
+    sinks = sinks_of(log)
     folder = RunFolder(Path(out))
     if not folder.config.exists():
         raise RecordError(f"{out} holds no run: there is no config.toml in it")
@@ -131,7 +146,8 @@ def resume(
         alone_in(folder.path),
         closing(_federation(experiment, folder, data_dir, dataset)) as federation,
     ):
-        return _run(experiment, federation, folder, branching, on_round)
+        log_of_run = _log(experiment, folder, sinks, root)
+        return _run(experiment, federation, folder, branching, on_round, log_of_run)
 
 
 def _refuse_edited(folder: RunFolder, experiment: Experiment) -> None:
@@ -153,16 +169,31 @@ def _run(
     folder: RunFolder,
     branching: Collection[int],
     on_round: OnRound | None,
+    log: Log,
 ) -> dict[str, Any]:
     taken = folder.read_branch()
-    return run_federation(
-        federation,
-        folder,
-        facts(experiment) | ({"branch": taken} if taken else {}),
-        checkpoint_every=experiment.sim.checkpoint_every,
-        branching=branching,
-        on_round=on_round,
-    )
+    with closing(log):
+        return run_federation(
+            federation,
+            folder,
+            facts(experiment) | ({"branch": taken} if taken else {}),
+            checkpoint_every=experiment.sim.checkpoint_every,
+            branching=branching,
+            on_round=on_round,
+            log=log,
+        )
+
+
+def _log(
+    experiment: Experiment, folder: RunFolder, sinks: Sequence[Sink], root: Path | None
+) -> Log:
+    settings: dict[str, Any] = {}
+    for name, value in tomllib.loads(experiment.to_toml()).items():
+        if isinstance(value, dict):
+            settings |= {f"{name}.{inner}": each for inner, each in value.items()}
+        else:
+            settings[name] = value
+    return Log(sinks, folder.path, root or folder.path, settings)
 
 
 def _federation(
@@ -207,9 +238,14 @@ def compare(
     *,
     data_dir: Path | None = None,
     jobs: int = 1,
+    log: Sequence[Target] = (),
 ) -> list[dict[str, Any]]:
-    """Run every method with every seed on the same clients; return the summaries."""
-    return run_cells(cells(base, methods, seeds, Path(out)), data_dir=data_dir, jobs=jobs)
+    """Run every method with every seed on the same clients; return the summaries.
+
+    `log` is that of `run`; with several jobs it takes names only.
+    """
+    layout = cells(base, methods, seeds, Path(out))
+    return run_cells(layout, data_dir=data_dir, jobs=jobs, log=log)
 
 
 @dataclass(frozen=True)
@@ -221,12 +257,14 @@ class Cell:
         path: its folder.
         branch: another run to take the first rounds from, if it is not begun yet.
         branching: rounds after which a checkpoint is kept for other runs to go on from.
+        root: the folder of the comparison; by default `path`.
     """
 
     experiment: Experiment
     path: Path
     branch: Branch | None = None
     branching: tuple[int, ...] = ()
+    root: Path | None = None
 
 
 OnCell = Callable[[Cell, dict[str, Any] | Exception], None]
@@ -244,11 +282,11 @@ def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: P
         raise ConfigError(f"a comparison lists {twice[0].method} with seed {twice[0].seed} twice")
     for each in found:
         check_needs(each)  # before the first of them is trained
-    return [Cell(e, out / slug(e.method) / f"seed{e.seed}") for e in found]
+    return [Cell(e, out / slug(e.method) / f"seed{e.seed}", root=out) for e in found]
 
 
 def run_cell(
-    cell: Cell, data_dir: Path | None = None, on_round: OnRound | None = None
+    cell: Cell, data_dir: Path | None = None, log: Sequence[Target] = ()
 ) -> dict[str, Any]:
     """Run a cell, or go on with it, or return the summary it has.
 
@@ -263,7 +301,8 @@ def run_cell(
                 data_dir=data_dir,
                 branch=cell.branch,
                 branching=cell.branching,
-                on_round=on_round,
+                log=log,
+                root=cell.root,
             )
         there = read_experiment(folder.config)
         if there != cell.experiment:
@@ -273,7 +312,9 @@ def run_cell(
             )
         if folder.summary.exists() and folder.read_summary().get("status") == "diverged":
             return folder.read_summary()
-        return resume(cell.path, data_dir=data_dir, branching=cell.branching, on_round=on_round)
+        return resume(
+            cell.path, data_dir=data_dir, branching=cell.branching, log=log, root=cell.root
+        )
     except Diverged:
         return folder.read_summary()
 
@@ -290,7 +331,7 @@ def run_cells(
     *,
     data_dir: Path | None = None,
     jobs: int = 1,
-    tensorboard: bool = False,
+    log: Sequence[Target] = (),
     on_cell: OnCell | None = None,
     more: More = list,
 ) -> list[dict[str, Any]]:
@@ -300,16 +341,18 @@ def run_cells(
         layout: the cells.
         data_dir: a local mirror of the datasets.
         jobs: processes at once, with one thread each; results do not depend on it.
-        tensorboard: also write each round's numbers as TensorBoard's events.
+        log: where else records and summaries go, as in `run`; with several jobs names only.
         on_cell: called as a cell ends, with its summary or with what went wrong; the others then
             go on. Without it the first error ends the comparison, and cells that another process
             is running do so when the others are over.
         more: called as a cell ends for the cells that could not begin before; they are added to
             the layout.
     """
+    sinks_of(log)  # a name may be unknown or a package missing
+    refuse_across_processes(log, jobs)
     summaries: dict[Path, dict[str, Any]] = {}
     busy: list[str] = []
-    work = partial(_run_watched if jobs == 1 else _run_apart, data_dir, tensorboard)
+    work = partial(run_cell if jobs == 1 else _run_apart, data_dir=data_dir, log=log)
     with said_once() as folder:
         for cell, outcome in outcomes(work, layout, jobs, more, folder):
             if on_cell is not None:
@@ -325,17 +368,11 @@ def run_cells(
     return [summaries[cell.path] for cell in layout if cell.path in summaries]
 
 
-def _run_watched(data_dir: Path | None, tensorboard: bool, cell: Cell) -> dict[str, Any]:
-    events = tensorboard_events(cell.path / "tensorboard") if tensorboard else nullcontext()
-    with events as on_round:
-        return run_cell(cell, data_dir, on_round)
-
-
-def _run_apart(data_dir: Path | None, tensorboard: bool, cell: Cell) -> dict[str, Any]:
+def _run_apart(cell: Cell, data_dir: Path | None, log: Sequence[Target]) -> dict[str, Any]:
     """Run a cell in a process of its own; what goes wrong comes back as text."""
     try:
         with at_a_run():
-            return _run_watched(data_dir, tensorboard, cell)
+            return run_cell(cell, data_dir, log)
     except (ValueError, OSError, Interrupted):
         raise
     except Exception as error:

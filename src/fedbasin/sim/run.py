@@ -17,6 +17,7 @@ import torch
 
 from fedbasin.core.protocols import shared_prefix, state_from_prefix
 from fedbasin.core.record import Headline, RoundRecord, RunFolder, scores_of, write_atomically
+from fedbasin.core.sink import Log
 from fedbasin.core.state import load, save, write
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, Kept
@@ -47,6 +48,7 @@ def run(
     checkpoint_every: int = 10,
     branching: Collection[int] = (),
     on_round: OnRound | None = None,
+    log: Log | None = None,
 ) -> dict[str, Any]:
     """Run, or go on with, the run of a folder; return and write its summary.
 
@@ -57,12 +59,16 @@ def run(
         checkpoint_every: save after every k rounds, and at the end.
         branching: rounds after which a checkpoint is kept for other runs to go on from.
         on_round: called with each round's record, for progress displays.
+        log: where else records and summary go. If it fails, a checkpoint is saved before the error
+            is raised.
     """
+    log = log or Log((), folder.path, folder.path, {})
     keep(folder, federation.data)
     server, states, spent = _restored(federation, folder)
     records = folder.keep_rounds(server.round)
     if federation.holdings is not None:
         write_atomically(folder.partition, federation.holdings.to_csv())
+    log.open(records)
     began, status, reason = time.perf_counter(), "finished", None
 
     def seconds() -> float:
@@ -76,15 +82,18 @@ def run(
                 records.append(record)
                 if on_round is not None:
                     on_round(record)
+                failed = log.record(record)
                 if record.round in branching:
                     _keep_branching(folder, Checkpoint(server, states.kept(), seconds()))
                 last = record.round == federation.rounds
-                if last or stopping() or record.round % checkpoint_every == 0:
+                if last or stopping() or failed or record.round % checkpoint_every == 0:
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
                     states.saved()
                     if federation.context.archive is not None:
                         federation.context.archive.sweep()
                     hand_back_gaps()
+                if failed is not None:
+                    raise failed
                 if stopping() and not last:
                     status, reason = "stopped", f"stopped by the user after round {record.round}"
                     break
@@ -99,11 +108,16 @@ def run(
         folder.write_summary(summary)
     if status == "finished":
         _ship(federation, server, folder)
-    elif status == "diverged":
-        raise Diverged(f"{reason}; the records up to there are in {folder.path}")
-    else:
-        raise Interrupted(f"{reason}; go on with: fedbasin resume {folder.path}")
+    log.finish(summary)
+    _raise_unfinished(status, reason, folder)
     return summary
+
+
+def _raise_unfinished(status: str, reason: str | None, folder: RunFolder) -> None:
+    if status == "diverged":
+        raise Diverged(f"{reason}; the records up to there are in {folder.path}")
+    if status == "stopped":
+        raise Interrupted(f"{reason}; go on with: fedbasin resume {folder.path}")
 
 
 def graft(federation: Federation, folder: RunFolder, trunk: RunFolder, round: int) -> None:
