@@ -81,7 +81,7 @@ def test_three_rounds_equal_the_simulators(expression, participation):
         for name, note in sim.notes.items():
             assert flower.notes[name] == pytest.approx(note, rel=1e-6, abs=1e-9), name
     assert strategy.journal.records[-1].accuracy_per_class == record.accuracy_per_class
-    for name in ("clients", "rounds", "batch", "examples", "momentum", "layout"):
+    for name in ("clients", "rounds", "batch", "examples", "effective_steps", "layout"):
         assert getattr(strategy._context, name) == getattr(federation.context, name), name
 
 
