@@ -41,8 +41,8 @@ def test_three_rounds_equal_the_simulators(method, optimiser, kept, where, tmp_p
     torch.testing.assert_close(strategy._server.score, server.score, rtol=1e-9, atol=1e-11)
 
 
-def one_round(method, **settings):
-    """Three clients of an app of one's own, for one round; return the strategy and the model."""
+def trained(method, rounds=1, **settings):
+    """Return the model of three clients of an app of one's own after some rounds."""
 
     def model():
         torch.manual_seed(0)
@@ -53,19 +53,25 @@ def one_round(method, **settings):
     strategy = FedbasinStrategy(method, fraction_evaluate=0, patience=0.5, counts="plain")
     arrays = ArrayRecord(model().state_dict())
     config = ConfigRecord({"lr": 0.05})
-    result = strategy.start(
-        LocalGrid(app, 3), arrays, num_rounds=1, timeout=0.5, train_config=config
-    )
+    grid = LocalGrid(app, 3)
+    result = strategy.start(grid, arrays, num_rounds=rounds, timeout=0.5, train_config=config)
     return np.concatenate([a.numpy().reshape(-1) for a in result.arrays.values()])
 
 
 def test_an_app_takes_an_optimiser_as_an_object_or_by_its_name():
-    named = one_round("fedavg", optimiser="adamw(weight_decay=0.5)", clip=1.0)
-    made = one_round("fedavg", optimiser=AdamW(weight_decay=0.5), clip=1.0)
+    named = trained("fedavg", optimiser="adamw(weight_decay=0.5)", clip=1.0)
+    made = trained("fedavg", optimiser=AdamW(weight_decay=0.5), clip=1.0)
     np.testing.assert_array_equal(named, made)
-    plain = one_round("fedavg")
-    np.testing.assert_array_equal(plain, one_round("fedavg", optimiser=SGD()))
+    plain = trained("fedavg")
+    np.testing.assert_array_equal(plain, trained("fedavg", optimiser=SGD()))
     assert not np.allclose(named, plain)
+
+
+def test_an_app_keeps_the_state_where_it_is_told_to():
+    for rounds, alike in ((1, True), (2, False)):
+        kept = trained("fedavg", rounds, optimiser="adam", keep_optimiser=True)
+        fresh = trained("fedavg", rounds, optimiser="adam")
+        assert np.array_equal(kept, fresh) == alike
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,6 @@ def test_an_app_takes_an_optimiser_as_an_object_or_by_its_name():
 )
 def test_clients_refuse_a_method_that_counts_plain_steps(settings, word, caplog):
     with pytest.raises(TooFewNodes), caplog.at_level(logging.WARNING, "flwr"):
-        one_round("fedcm", **settings)
+        trained("fedcm", **settings)
     assert word in caplog.text
-    one_round("fedcm", optimiser=SGD(0.9))
+    trained("fedcm", optimiser=SGD(0.9))
