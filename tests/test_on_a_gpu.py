@@ -146,13 +146,35 @@ def test_every_method_does_on_a_gpu_what_it_does_on_a_cpu(method, tmp_path):
         local=LocalConfig(lr=0.02, epochs=1, batch=16, clip=10.0),
         sim=SimConfig(participation="fraction(rate=0.4)", compile="off"),
     )
+    assert_alike_on_both(base, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize("compiled", ["off", "on"])
+@pytest.mark.parametrize("kept", [False, True], ids=["fresh", "kept"])
+@pytest.mark.parametrize("optimiser", ["sgd(momentum=0.9, nesterov=True)", "adam", "adamw"])
+def test_every_optimiser_does_on_a_gpu_what_it_does_on_a_cpu(optimiser, kept, compiled, tmp_path):
+    local = LocalConfig(lr=0.002, batch=16, optimiser=optimiser, keep_optimiser=kept)
+    base = Experiment(
+        method="scaffold",
+        model="mlp(widths=(16,))",
+        rounds=4,
+        partition=PartitionConfig(how="dirichlet(alpha=0.5, minimum=4)", clients=10),
+        local=local,
+        sim=SimConfig(participation="fraction(rate=0.4)", compile=compiled),
+    )
+    assert_alike_on_both(base, tmp_path)
+
+
+def assert_alike_on_both(base, tmp_path):
+    """Compare the records of a loop on the CPU and of a cohort on the GPU, in double precision."""
     devices = {
         "cpu": SimConfig(device="cpu", executor="loop", precision="fp64"),
         "gpu": SimConfig(device=DEVICE, executor="cohort", precision="fp64"),
     }
     found = {}
     for name, sim in devices.items():
-        sim = replace(sim, participation=base.sim.participation, compile="off")
+        sim = replace(sim, participation=base.sim.participation, compile=base.sim.compile)
         records = found[name] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # cautions of methods about their settings

@@ -85,7 +85,7 @@ def test_three_rounds_equal_the_simulators(expression, participation):
         strategy.journal.records[-1].metrics["accuracy_per_class"]
         == record.metrics["accuracy_per_class"]
     )
-    for name in ("clients", "rounds", "batch", "examples", "momentum", "layout"):
+    for name in ("clients", "rounds", "batch", "examples", "effective_steps", "layout"):
         assert getattr(strategy._context, name) == getattr(federation.context, name), name
 
 

@@ -230,6 +230,15 @@ def test_an_optimiser_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
         CATALOGUE.pop("signs", None)
 
 
+def test_a_warmup_runs_from_the_settings_and_a_bad_one_names_its_setting(tmp_path):
+    records = []
+    warm = replace(with_local(schedule="warmup(rounds=3, then=cosine)"), rounds=5)
+    run(warm, tmp_path / "r", on_round=records.append)
+    assert [r.lr for r in records] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.0])
+    with pytest.raises(ConfigError, match=r"local\.schedule, .*then must be a schedule, got iid"):
+        build(with_local(schedule="warmup(then=iid)"))
+
+
 def test_the_trainer_has_what_the_settings_say():
     trainer = build(with_local(keep_optimiser=True, clip=3.0)).executor.trainer
     assert trainer.optimiser == AdamW(weight_decay=0.02)

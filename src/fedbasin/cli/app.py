@@ -278,7 +278,7 @@ def methods(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     markdown: Annotated[bool, typer.Option(help="The table of docs/methods.md.")] = False,
 ) -> None:
-    """List the methods, or show one, or a rule for clients, with its arguments and equations."""
+    """List the methods, or show one, a rule, an optimiser or a schedule with its arguments."""
     import fedbasin.experiment  # noqa: F401
     from fedbasin.cli.listing import card_text, cards_json, cards_markdown, cards_table
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import sys
 
 from rich.table import Table
 
-from fedbasin.core.catalogue import Card, cards
+from fedbasin.core.catalogue import Card, Kind, cards
 from fedbasin.core.expressions import parse, text, title
+
+_BESIDE: tuple[Kind, ...] = ("rule", "optimiser", "schedule")  # what is listed beside methods
 
 
 def cards_table() -> Table:
@@ -20,16 +23,23 @@ def cards_table() -> Table:
     for card in cards("method"):
         needs = ", ".join(card.needs) or "-"
         table.add_row(card.name, card.summary, card.paper, needs, f"{card.down:g}/{card.up:g}")
-    rules = ", ".join(card.name for card in cards("rule"))
-    table.caption = f"rules for clients, with local= in any of them: {rules}"
+    named = {kind: ", ".join(card.name for card in cards(kind)) for kind in _BESIDE}
+    table.caption = (
+        f"rules for clients, with local= in any of them: {named['rule']}\n"
+        f"optimisers of clients, local.optimiser: {named['optimiser']}\n"
+        f"schedules, local.schedule: {named['schedule']}"
+    )
     return table
 
 
 def card_text(name: str) -> str:
-    """Return one method, or a rule, with its arguments, its file's equations and its cost."""
-    rule = next((card for card in cards("rule") if card.name == name), None)
-    if rule is not None:
-        return _rule_text(rule)
+    """Return one method with its arguments, its file's equations and its cost.
+
+    A rule, an optimiser or a schedule is shown with its arguments and how it is used.
+    """
+    beside = [card for kind in _BESIDE for card in cards(kind) if card.name == name]
+    if beside:
+        return _beside_text(beside[0])
     card = _find(name)
     module = inspect.getdoc(sys.modules[card.make.__module__]) or ""
     arguments = "\n".join(f"    {line}" for line in _arguments(card)) or "    none"
@@ -49,15 +59,24 @@ def card_text(name: str) -> str:
     )
 
 
-def _rule_text(card: Card) -> str:
+def _beside_text(card: Card) -> str:
     arguments = ", ".join(f"{p.name}={text(p.default)}" for p in card.parameters)
-    rule = f"{card.name}({arguments})" if arguments else card.name
-    lines = [
-        f"{card.name}, a rule for clients: {inspect.getdoc(card.make)}",
-        "",
-        f"use        fedavg(local={rule}), and so with every method",
-    ]
+    call = f"{card.name}({arguments})" if arguments else card.name
+    what, use = {
+        "rule": ("a rule for clients", f"fedavg(local={call}), and so with every method"),
+        "optimiser": (
+            "an optimiser of clients",
+            f'local.optimiser = "{call}", most often with local.lr = {_usual_lr(card):g}',
+        ),
+        "schedule": ("a schedule of the learning rate", f'local.schedule = "{call}"'),
+    }[card.kind]
+    lines = [f"{card.name}, {what}: {inspect.getdoc(card.make)}", "", f"use        {use}"]
     return "\n".join([*lines, f"paper      {card.paper}  {card.url}"] if card.paper else lines)
+
+
+def _usual_lr(card: Card) -> float:
+    """Return the learning rate that an optimiser is most often run at."""
+    return getattr(card.make, "default_lr", math.nan)
 
 
 def cards_markdown() -> str:
@@ -77,6 +96,10 @@ def cards_markdown() -> str:
         )
     lines += ["", "Rules that stack on any method with `local=`:", ""]
     lines += [f"- `{card.name}`: {card.summary}" for card in cards("rule")]
+    lines += ["", "Optimisers of clients, `local.optimiser` ([runs](runs.md)):", ""]
+    lines += [f"- `{card.name}`: {card.summary}" for card in cards("optimiser")]
+    lines += ["", "Schedules, `local.schedule`:", ""]
+    lines += [f"- `{card.name}`: {card.summary}" for card in cards("schedule")]
     return "\n".join(lines) + "\n"
 
 

@@ -403,7 +403,10 @@ def _schedule(experiment: Experiment) -> Any:
     local = experiment.local
     plan = Plan(local.lr, None, local.steps) if local.steps else Plan(local.lr, local.epochs)
     choice: Choice = parse(local.schedule, "schedule")
-    choice(plan, 0, experiment.rounds)  # a schedule that cannot run says so before the run
+    try:
+        choice(plan, 0, experiment.rounds)  # a schedule that cannot run says so before the run
+    except ValueError as error:
+        raise ConfigError(f"local.schedule, {choice}: {error}") from error
     return lambda round: choice(plan, round, experiment.rounds)
 
 

@@ -123,7 +123,7 @@ class Trainer:
         take: Callable[..., tuple[Point, Tensor]]
         if self.in_place:
             vector = vector.clone()
-            state = mapped(torch.clone, state)
+            state = mapped(torch.clone, state) if self.keep_optimiser else state
             take = partial(step_in_place, net=self.net, optimiser=self.optimiser, task=self.task)
         else:
             take = partial(

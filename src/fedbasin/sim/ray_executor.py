@@ -87,7 +87,8 @@ class Worker:
         trainer = replace(setup.trainer, net=setup.trainer.net.on(device))
         inputs, labels = (shared_tensor(a).to(device) for a in (setup.inputs, setup.labels))
         population = Population(inputs, labels, setup.offsets)
-        self._trainer, self._device = trainer, device
+        self._trainer = trainer
+        self._device = device
         self._engine = setup.engine(trainer, population, setup.key)
         return Ready(str(self._engine.facts()["executor"]), versions())
 
@@ -132,7 +133,8 @@ class RayExecutor(Executor):
         retries: int = 3,
         patience: float = 120.0,
     ) -> None:
-        self._sizes, self._trainer = population.sizes, trainer
+        self._sizes = population.sizes
+        self._trainer = trainer
         self._retries, self._patience, self._lost = retries, patience, 0
         self._workers: list[Any] = []
         self._joined = not ray.is_initialized()  # else the cluster is the caller's to leave
