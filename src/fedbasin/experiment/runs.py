@@ -30,7 +30,7 @@ from fedbasin.experiment.pool import outcomes
 from fedbasin.experiment.tensorboard import tensorboard_events
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
-from fedbasin.sim.run import Interrupted, graft
+from fedbasin.sim.run import Interrupted, start_from_prefix
 
 OnRound = Callable[[RoundRecord], None]
 # how a run is computed and kept: what may be edited in config.toml before it goes on
@@ -41,13 +41,13 @@ _FREE = ("device", "workers", "address", "chunk", "memory", "client_memory", "ch
 class Branch:
     """Where a run goes on from: the folder of another one, and how many of its rounds it takes."""
 
-    trunk: Path
+    prefix: Path
     round: int
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary says about it."""
-        known = RunFolder(self.trunk).read_summary()
-        return {"run": self.trunk.name, "rounds": self.round, "commit": known.get("commit")}
+        known = RunFolder(self.prefix).read_summary()
+        return {"run": self.prefix.name, "rounds": self.round, "commit": known.get("commit")}
 
 
 def run(
@@ -78,7 +78,7 @@ def run(
         with alone_in(folder.path):
             _refuse_begun(folder, branch)  # another process may have been faster
             if branch is not None:
-                graft(federation, folder, RunFolder(branch.trunk), branch.round)
+                start_from_prefix(federation, folder, RunFolder(branch.prefix), branch.round)
                 write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
             write_atomically(folder.begun, experiment.to_toml())
             write_atomically(folder.config, experiment.to_toml())

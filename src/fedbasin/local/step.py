@@ -182,7 +182,7 @@ def step(
     for i in reversed(nesting(rules)):
         gradient = through(i, gradient)
     direction = clipped(gradient(point.vector), sgd.clip)
-    paces = [rule.pace(carry) for rule, carry in zip(rules, carries, strict=True)]
+    paces = [rule.lr_factor(carry) for rule, carry in zip(rules, carries, strict=True)]
     vector, momentum = descend(point.vector, point.momentum, direction, lr, sgd, paces)
     for i, rule in enumerate(rules):
         vector, carries[i] = rule.after_step(carries[i], vector, net)

@@ -81,7 +81,7 @@ class FedNova(Method):
         proximal = [rule for rule in self.rules() if isinstance(rule, Proximal)]
         pull = sum(rule.proximal_mu for rule in proximal) * context.lr
         if not pull:
-            return replies.lengths
+            return replies.effective_steps
         sgd = SGD(context.momentum)
         found = [sgd.length(int(steps), pull) for steps in replies.steps.tolist()]
         return torch.tensor(found, dtype=torch.float64, device=replies.models.device)
