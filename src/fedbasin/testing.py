@@ -69,7 +69,7 @@ def replies_of(
         clients=torch.tensor(list(range(count)) if clients is None else list(clients)),
         steps=ones,
         lr_sum=ones * 0.1,
-        lengths=ones,
+        effective_steps=ones,
         last_loss=torch.zeros(count),
         reports=reports,
     )

@@ -389,19 +389,19 @@ LATE = replace(SMALL, method="ima(window=2, start=0.5)", sim=replace(SMALL.sim, 
 
 
 @pytest.fixture(scope="module")
-def trunk(tmp_path_factory):
+def prefix(tmp_path_factory):
     """A run of FedAvg that keeps what a run with late averaging goes on from."""
-    out = tmp_path_factory.mktemp("trunk") / "plain"
+    out = tmp_path_factory.mktemp("prefix") / "plain"
     run(replace(LATE, method="fedavg"), out, branching=(5,))
     return out
 
 
-def test_a_run_goes_on_from_another_ones_first_rounds(trunk, tmp_path):
+def test_a_run_goes_on_from_another_ones_first_rounds(prefix, tmp_path):
     run(LATE, tmp_path / "whole")
-    summary = run(LATE, tmp_path / "branch", branch=Branch(trunk, 5))
+    summary = run(LATE, tmp_path / "branch", branch=Branch(prefix, 5))
     whole, part, plain = (
         pandas.read_json(out / "rounds.jsonl", lines=True)
-        for out in (tmp_path / "whole", tmp_path / "branch", trunk)
+        for out in (tmp_path / "whole", tmp_path / "branch", prefix)
     )
     assert part["round"].tolist() == list(range(1, 13))
     assert part["seconds"][:5].tolist() == plain["seconds"][:5].tolist()  # taken over, not run
@@ -414,10 +414,10 @@ def test_a_run_goes_on_from_another_ones_first_rounds(trunk, tmp_path):
     assert "branch" not in pandas.read_json(tmp_path / "whole/summary.json", typ="series")
 
 
-def test_a_branch_that_is_stopped_resumes_and_still_says_where_it_came_from(trunk, tmp_path):
-    whole = run(LATE, tmp_path / "whole", branch=Branch(trunk, 5))
+def test_a_branch_that_is_stopped_resumes_and_still_says_where_it_came_from(prefix, tmp_path):
+    whole = run(LATE, tmp_path / "whole", branch=Branch(prefix, 5))
     with pytest.raises(Crash):
-        run(LATE, tmp_path / "branch", branch=Branch(trunk, 5), on_round=crash_at(9))
+        run(LATE, tmp_path / "branch", branch=Branch(prefix, 5), on_round=crash_at(9))
     said = (tmp_path / "branch/branch.json").read_text()
     (tmp_path / "branch/branch.json").write_text("[5]")
     with pytest.raises(RecordError, match=r"branch.json must hold one object"):
@@ -429,23 +429,23 @@ def test_a_branch_that_is_stopped_resumes_and_still_says_where_it_came_from(trun
     assert (tmp_path / "branch/model.safetensors").read_bytes() == model
 
 
-def test_a_branch_is_of_a_run_on_the_same_data(trunk, tmp_path, monkeypatch):
-    run(LATE, tmp_path / "same", branch=Branch(trunk, 5))
-    known = (trunk / "data.json").read_text()
+def test_a_branch_is_of_a_run_on_the_same_data(prefix, tmp_path, monkeypatch):
+    run(LATE, tmp_path / "same", branch=Branch(prefix, 5))
+    known = (prefix / "data.json").read_text()
     assert (tmp_path / "same/data.json").read_text() == known
     part = replace(load("digits"), train=load("digits").train.take(slice(0, 600)))
     monkeypatch.setattr("fedbasin.data.load", lambda name, data_dir: part)
-    with pytest.raises(RecordError, match=f"{trunk} was begun on other data"):
-        run(LATE, tmp_path / "other", branch=Branch(trunk, 5))
+    with pytest.raises(RecordError, match=f"{prefix} was begun on other data"):
+        run(LATE, tmp_path / "other", branch=Branch(prefix, 5))
     assert not (tmp_path / "other/config.toml").exists()
 
 
-def test_a_branch_too_late_or_without_a_checkpoint_leaves_no_run(trunk, tmp_path):
+def test_a_branch_too_late_or_without_a_checkpoint_leaves_no_run(prefix, tmp_path):
     early = replace(LATE, method="ima(window=3, start=0.5)")
     with pytest.raises(ValueError, match=r"parts from fedavg after round 4"):
-        run(early, tmp_path / "early", branch=Branch(trunk, 5))
+        run(early, tmp_path / "early", branch=Branch(prefix, 5))
     with pytest.raises(StateError, match=r"round00004.safetensors does not exist"):
-        run(early, tmp_path / "early", branch=Branch(trunk, 4))
+        run(early, tmp_path / "early", branch=Branch(prefix, 4))
     assert not (tmp_path / "early/config.toml").exists()
 
 

@@ -338,7 +338,7 @@ class Slower(LocalRule):
     def direction(self, carry, vector, gradient):
         return gradient(vector), carry + 1
 
-    def pace(self, carry):
+    def lr_factor(self, carry):
         return torch.tensor(0.5)
 
 

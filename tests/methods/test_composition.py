@@ -1,7 +1,7 @@
 """Every wrapper of the catalogue over every base: runs, resumes to the same bits, is neutral.
 
-A method that starts late has its first rounds in common with a plainer one, its trunk, and goes on
-from there to the models that it comes to alone.
+A method that starts late has its first rounds in common with a plainer one, its shared prefix, and
+goes on from there to the models that it comes to alone.
 The matrix is made from cards, so a method that is added later is in it.
 """
 
@@ -120,10 +120,10 @@ def with_kept(made):
 
 
 def check_growing(method, plain, parts=3):
-    trunk, common = shared_prefix(method, LONG)
-    assert (text(trunk), common) == (text(plain), parts)
+    prefix, common = shared_prefix(method, LONG)
+    assert (text(prefix), common) == (text(plain), parts)
     made = federation(method, LONG)
-    whole, before = servers(made), with_kept(federation(trunk, LONG))
+    whole, before = servers(made), with_kept(federation(prefix, LONG))
     for mine, (theirs, _) in zip(whole[:common], before, strict=False):
         assert same((mine.send, mine.score), (theirs.send, theirs.score))
     server, kept = before[common - 1]
@@ -135,7 +135,7 @@ def check_growing(method, plain, parts=3):
         torch.testing.assert_close(after.send, expected.send, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(after.score, expected.score, rtol=1e-9, atol=1e-11)
     assert after.round == LONG
-    assert not torch.allclose(after.send, before[-1][0].send, rtol=1e-6), "the trunk went on"
+    assert not torch.allclose(after.send, before[-1][0].send, rtol=1e-6), "the prefix went on"
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -124,7 +124,7 @@ def test_the_picked_models_come_with_what_their_clients_said_of_them(dtype):
             replies_of(torch.randn(3, 5, **size).to(dtype), (1 + drawn).tolist(), drawn.tolist()),
             steps=torch.rand(3, **size),
             lr_sum=torch.rand(3, **size),
-            lengths=torch.rand(3, **size),
+            effective_steps=torch.rand(3, **size),
             last_loss=torch.rand(3, **size).to(dtype),
         )
         sent |= {(n, t): replies.take(torch.tensor([i])) for i, n in enumerate(drawn.tolist())}

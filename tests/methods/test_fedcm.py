@@ -179,7 +179,7 @@ def test_a_round_of_steps_of_length_zero_leaves_the_momentum_finite():
 def test_a_client_without_steps_adds_nothing():
     replies = replies_of(torch.tensor([[1.0, 0.0], [3.0, 3.0]], dtype=torch.float64))
     gone = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    replies = replace(replies, steps=gone, lengths=gone, lr_sum=0.1 * gone)
+    replies = replace(replies, steps=gone, effective_steps=gone, lr_sum=0.1 * gone)
     share = torch.tensor([0.5, 0.5], dtype=torch.float64)
     found = mean_direction(replies, share, torch.zeros(2, dtype=torch.float64))
     assert found.tolist() == [-5.0, 0.0]
@@ -228,7 +228,8 @@ def test_the_rule_is_the_same_for_a_whole_cohort_at_once():
             carry = rule.begin(Start(vector, shared, (), *(steps,) * 6, ()), None)
             found, same = rule.direction(carry, vector, lambda v: v**2)
             assert same is carry
-            return found, vector.new_ones(()) if rule.pace(carry) is None else rule.pace(carry)
+            factor = rule.lr_factor(carry)
+            return found, vector.new_ones(()) if factor is None else factor
 
         return direction
 

@@ -92,7 +92,7 @@ def fixed_point(method, eta):
             ends.append(v)
         replies = replies_of(torch.from_numpy(np.array(ends)))
         counts = torch.tensor(steps, dtype=torch.float64)
-        replies = replace(replies, steps=counts, lengths=counts)
+        replies = replace(replies, steps=counts, effective_steps=counts)
         served, _ = method.aggregate((), w, replies, CONTEXT)
         w = served.send
     return np.linalg.norm(w.numpy() - optimum)
@@ -109,7 +109,7 @@ def test_unequal_steps_move_fedavgs_fixed_point_but_not_fednovas():
 def test_a_client_without_a_step_adds_nothing():
     replies = replies_of(torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=torch.float64))
     counts = torch.tensor([4.0, 0.0], dtype=torch.float64)
-    replies = replace(replies, steps=counts, lengths=counts)
+    replies = replace(replies, steps=counts, effective_steps=counts)
     served, _ = FedNova().aggregate((), torch.zeros(2, dtype=torch.float64), replies, CONTEXT)
     # tau = (4 + 0) / 2, the mover's share 1/2 divided by its 4 steps
     np.testing.assert_allclose(served.send, [0.25, 0.5])
@@ -126,7 +126,7 @@ def test_the_record_says_how_unequal_the_work_was():
 
 def test_work_of_a_client_without_rows_is_not_compared():
     counts = torch.tensor([2.0, 8.0, 1.0], dtype=torch.float64)
-    replies = replace(replies_of(torch.ones(3, 3), [5, 3, 0]), steps=counts, lengths=counts)
+    replies = replace(replies_of(torch.ones(3, 3), [5, 3, 0]), steps=counts, effective_steps=counts)
     served, _ = FedNova().aggregate((), torch.zeros(3), replies, CONTEXT)
     assert served.notes.length_ratio == 4
 

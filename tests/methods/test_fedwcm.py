@@ -225,7 +225,7 @@ def test_a_client_that_takes_no_step_has_a_finite_rate():
     shared = SharedMomentum(torch.ones(2), torch.tensor(0.1), torch.tensor(6.0))
     for steps, pace in ((0.0, 6.0), (1.0, 6.0), (4.0, 1.5)):
         start = SimpleNamespace(shared=shared, steps=torch.tensor(steps))
-        assert EvenMomentum().pace(EvenMomentum().begin(start, None)).item() == pace
+        assert EvenMomentum().lr_factor(EvenMomentum().begin(start, None)).item() == pace
 
 
 def weights_of(method, counts, sizes=None):

@@ -395,7 +395,7 @@ def test_a_branch_waits_for_its_trunk_alone(tmp_path):
     assert set(first) == {folder["plain"], folder["early"]}
     assert first[folder["plain"]].branching == (2,) and first[folder["early"]].branching == ()
     run_cell(first[folder["early"]])
-    assert grid.waiting() == []  # the trunk has begun, and is not over
+    assert grid.waiting() == []  # the prefix has begun, and is not over
     run_cell(first[folder["plain"]])
     then = {cell.path: cell for cell in grid.waiting()}
     assert set(then) == {folder["late"], folder["later"]}

@@ -101,7 +101,7 @@ def trained(executor, plan, rules=(), cohort=(0, 1, 2, 3), rounds=2):
 
 
 def assert_equal(a, b, tolerance=1e-9):
-    for name in ("models", "weights", "clients", "steps", "lr_sum", "lengths", "last_loss"):
+    for name in ("models", "weights", "clients", "steps", "lr_sum", "effective_steps", "last_loss"):
         left, right = getattr(a.replies, name), getattr(b.replies, name)
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance, check_dtype=False)
     torch.testing.assert_close(

@@ -58,7 +58,7 @@ class Nosy(DrawsRows):
         new = (each * view.batch.weight).sum() / view.batch.weight.sum().clamp(min=1)
         return new, carry._replace(taken=carry.taken + 1)
 
-    def pace(self, carry):
+    def lr_factor(self, carry):
         return 1 / (1 + carry.taken)
 
     def after_step(self, carry, vector, net):

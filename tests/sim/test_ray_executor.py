@@ -163,7 +163,7 @@ def test_statistics_come_back_and_an_engines_own_error_is_raised_as_it_is(cluste
             patch.setattr(ray_executor, "versions", lambda: {"torch": "0"})
             spread.executor._introduced(ray.put(ray_executor.Ready("loop", {"torch": "1"})))
     assert found.replies.clients.tolist() == [4, 0, 2]
-    for name in ("models", "weights", "steps", "lr_sum", "lengths", "last_loss"):
+    for name in ("models", "weights", "steps", "lr_sum", "effective_steps", "last_loss"):
         torch.testing.assert_close(getattr(found.replies, name), getattr(expected.replies, name))
     torch.testing.assert_close(found.buffers, expected.buffers)
     wanted = base.executor.probe(who, sent)

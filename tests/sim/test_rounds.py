@@ -16,7 +16,7 @@ from fedbasin.core.state import read
 from fedbasin.local import Prox
 from fedbasin.methods import FedAvg, FedProx, Scaffold
 from fedbasin.sim import Diverged, Interrupted, run
-from fedbasin.sim.run import _stop_after_round, graft
+from fedbasin.sim.run import _stop_after_round, start_from_prefix
 from fedbasin.testing import toy_federation
 
 
@@ -366,13 +366,13 @@ def test_the_model_that_is_scored_is_the_one_that_ships(tmp_path):
 
 def test_a_branch_goes_on_with_what_its_trunk_had_learnt(tmp_path):
     plain, late = (parse(e, "method") for e in ("fedavgm", "ima(fedavgm, window=2, start=0.5)"))
-    trunk, branch, whole = (RunFolder(tmp_path / name) for name in ("trunk", "branch", "whole"))
-    for folder in (trunk, branch, whole):
+    prefix, branch, whole = (RunFolder(tmp_path / name) for name in ("prefix", "branch", "whole"))
+    for folder in (prefix, branch, whole):
         folder.path.mkdir()
     method, common = shared_prefix(late, 8)
     assert method == plain and 1 < common < 8
-    run(toy_federation(plain, rounds=8), trunk, {}, branching=(common,))
-    graft(toy_federation(late, rounds=8), branch, trunk, common)
+    run(toy_federation(plain, rounds=8), prefix, {}, branching=(common,))
+    start_from_prefix(toy_federation(late, rounds=8), branch, prefix, common)
     for folder in (branch, whole):
         run(toy_federation(late, rounds=8), folder, {})
     for name, part in read(whole.model).items():

@@ -172,9 +172,9 @@ class Replies:
     clients: Tensor  # [C] client ids
     steps: Tensor  # [C] local steps taken, K_i
     lr_sum: Tensor  # [C] sum of step sizes
-    # [C] accumulated length of the local update in gradients, a_i of FedNova; K_i under an adaptive
+    # [C] how many gradients the local update adds up to, a_i of FedNova; K_i under an adaptive
     # optimiser, whose steps have no such length
-    lengths: Tensor
+    effective_steps: Tensor
     last_loss: Tensor  # [C] mean training loss of the last local epoch
     reports: tuple[Any, ...] = ()  # what each client rule reports, in the order of `rules`
 
@@ -231,7 +231,7 @@ class Replies:
             clients=self.clients[:1],
             steps=mean(self.steps),
             lr_sum=mean(self.lr_sum),
-            lengths=mean(self.lengths),
+            effective_steps=mean(self.effective_steps),
             last_loss=mean(self.last_loss),
         )
 

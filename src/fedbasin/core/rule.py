@@ -143,7 +143,7 @@ class LocalRule:
         """
         return gradient(vector), carry
 
-    def pace(self, carry: Any) -> Tensor | None:
+    def lr_factor(self, carry: Any) -> Tensor | None:
         """Return what the client's learning rate is multiplied by [0-d], if anything."""
         return None
 

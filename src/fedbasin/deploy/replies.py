@@ -142,7 +142,7 @@ class Collector:
             clients=column("client", torch.int64),
             steps=column("steps"),
             lr_sum=column("lr_sum"),
-            lengths=column("length"),
+            effective_steps=column("length"),
             last_loss=column("last_loss", server.dtype),
         )
         losses = column("mean_loss")

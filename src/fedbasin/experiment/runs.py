@@ -32,7 +32,7 @@ from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
 from fedbasin.experiment.pool import outcomes
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
-from fedbasin.sim.run import Interrupted, graft
+from fedbasin.sim.run import Interrupted, start_from_prefix
 from fedbasin.sinks import Target, refuse_across_processes, sinks_of
 
 OnRound = Callable[[RoundRecord], None]
@@ -44,13 +44,13 @@ _FREE = ("device", "workers", "address", "chunk", "memory", "client_memory", "ch
 class Branch:
     """Where a run goes on from: the folder of another one, and how many of its rounds it takes."""
 
-    trunk: Path
+    prefix: Path
     round: int
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary says about it."""
-        known = RunFolder(self.trunk).read_summary()
-        return {"run": self.trunk.name, "rounds": self.round, "commit": known.get("commit")}
+        known = RunFolder(self.prefix).read_summary()
+        return {"run": self.prefix.name, "rounds": self.round, "commit": known.get("commit")}
 
 
 def run(
@@ -93,7 +93,7 @@ def run(
         with alone_in(folder.path):
             _refuse_begun(folder, branch)  # another process may have been faster
             if branch is not None:
-                graft(federation, folder, RunFolder(branch.trunk), branch.round)
+                start_from_prefix(federation, folder, RunFolder(branch.prefix), branch.round)
                 write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
             write_atomically(folder.begun, experiment.to_toml())
             write_atomically(folder.config, experiment.to_toml())

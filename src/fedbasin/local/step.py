@@ -145,7 +145,7 @@ def step(
     for i in reversed(nesting(rules)):
         gradient = through(i, gradient)
     direction = clipped(gradient(point.vector), clip)
-    paces = [rule.pace(carry) for rule, carry in zip(rules, carries, strict=True)]
+    paces = [rule.lr_factor(carry) for rule, carry in zip(rules, carries, strict=True)]
     vector, state = optimiser.update(direction, point.state, point.vector, lr, paces)
     for i, rule in enumerate(rules):
         vector, carries[i] = rule.after_step(carries[i], vector, net)

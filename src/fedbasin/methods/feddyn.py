@@ -31,7 +31,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
 from fedbasin.core.vectors import Weighting
-from fedbasin.methods.parts.duals import Duals, Usual, mean_drift
+from fedbasin.methods.parts.duals import Duals, MeanClientSize, mean_drift
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class FedDyn(Averaging):
         self, state: FedDynState, server: Tensor, context: Context
     ) -> tuple[Any, ...]:
         """Send the mean amount of data, where the pull depends on it."""
-        return (Usual(server.new_tensor(context.examples)) if self.by_size else (),)
+        return (MeanClientSize(server.new_tensor(context.examples)) if self.by_size else (),)
 
     def aggregate(
         self, state: FedDynState, server: Tensor, replies: Replies, context: Context

@@ -83,7 +83,7 @@ class FedNova(Method):
         proximal = [rule for rule in self.rules() if isinstance(rule, Proximal)]
         pull = sum(rule.proximal_mu for rule in proximal) * context.lr
         if not pull:
-            return replies.lengths
+            return replies.effective_steps
         count = context.effective_steps or SGD().effective_steps
-        lengths = [count(int(steps), pull) for steps in replies.steps.tolist()]
-        return torch.tensor(lengths, dtype=torch.float64, device=replies.models.device)
+        found = [count(int(steps), pull) for steps in replies.steps.tolist()]
+        return torch.tensor(found, dtype=torch.float64, device=replies.models.device)

@@ -70,13 +70,13 @@ class Grid:
         branches = {path: _branch(run, self.out) for path, run in left.items()}
         leaving: dict[Path, set[int]] = defaultdict(set)
         for wanted in filter(None, branches.values()):
-            leaving[wanted.trunk].add(wanted.round)
+            leaving[wanted.prefix].add(wanted.round)
         cells = []
         for path, run in left.items():
             branch = branches[path]
-            if branch and branch.trunk in ahead:
+            if branch and branch.prefix in ahead:
                 continue
-            if branch and not RunFolder(branch.trunk).branching(branch.round).exists():
+            if branch and not RunFolder(branch.prefix).branching(branch.round).exists():
                 branch = None
             cells.append(Cell(run, path, branch, tuple(sorted(leaving[path]))))
         self.begun.update(cell.path for cell in cells)

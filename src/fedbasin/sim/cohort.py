@@ -228,7 +228,7 @@ class CohortExecutor(Executor):
             clients=course.clients,
             steps=course.limit.to(torch.float64),
             lr_sum=course.limit.to(torch.float64) * plan.lr,
-            lengths=torch.tensor(
+            effective_steps=torch.tensor(
                 [trainer.length(int(k)) for k in steps], dtype=torch.float64, device=device
             ),
             last_loss=progress.sums[:, 2] / progress.sums[:, 3].clamp(min=1),

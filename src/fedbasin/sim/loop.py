@@ -124,7 +124,7 @@ def gather(cohort: np.ndarray, trained: list[Trained], like: Tensor) -> Gathered
         clients=torch.from_numpy(cohort.astype(np.int64)).to(like.device),
         steps=numbers([t.steps for t in trained]),
         lr_sum=numbers([t.lr_sum for t in trained]),
-        lengths=numbers([t.length for t in trained]),
+        effective_steps=numbers([t.length for t in trained]),
         last_loss=torch.stack([t.last_loss for t in trained]),
         reports=stack([t.reports for t in trained]),
     )

@@ -120,25 +120,27 @@ def _raise_unfinished(status: str, reason: str | None, folder: RunFolder) -> Non
         raise Interrupted(f"{reason}; go on with: fedbasin resume {folder.path}")
 
 
-def graft(federation: Federation, folder: RunFolder, trunk: RunFolder, round: int) -> None:
-    """Begin a run with the first rounds of another one, which its method has in common with it.
+def start_from_prefix(
+    federation: Federation, folder: RunFolder, prefix: RunFolder, round: int
+) -> None:
+    """Begin a run with the rounds that it shares with another one.
 
     Args:
         federation: what is to run.
         folder: where; it holds nothing yet.
-        trunk: the run of the method's `shared_prefix`, which kept a checkpoint for it.
+        prefix: the run of the method's `shared_prefix`, which kept a checkpoint for it.
         round: how many rounds are taken over.
     """
     plain, common = shared_prefix(federation.method, federation.rounds)
     if round > common:
         raise ValueError(f"{federation.method} parts from {plain} after round {common}")
-    refuse_other(trunk, federation.data)
+    refuse_other(prefix, federation.data)
     keep(folder, federation.data)
     server, states = replace(federation, method=plain).begin()
-    found: Checkpoint = load(trunk.branching(round), Checkpoint(server, states.kept(), 0.0))
+    found: Checkpoint = load(prefix.branching(round), Checkpoint(server, states.kept(), 0.0))
     server, context = found.server, federation.context.at(round, 0.0)
     state = state_from_prefix(federation.method, server.state, server.send, context)
-    records = [record for record in trunk.read_rounds() if record.round <= round]
+    records = [record for record in prefix.read_rounds() if record.round <= round]
     write_atomically(folder.rounds, "".join(record.line() + "\n" for record in records))
     save(folder.checkpoint, replace(found, server=replace(server, state=state)))
 

@@ -16,8 +16,8 @@ def replies_in(rng, cohort):
     count = len(cohort)
     numbers = (torch.from_numpy(rng.uniform(1, 9, size=count)) for _ in range(5))
     models = torch.from_numpy(rng.normal(size=(count, SIZE))).float()
-    weights, steps, lr_sum, lengths, losses = numbers
-    return Replies(models, weights, torch.from_numpy(cohort), steps, lr_sum, lengths, losses)
+    weights, steps, lr_sum, effective, losses = numbers
+    return Replies(models, weights, torch.from_numpy(cohort), steps, lr_sum, effective, losses)
 
 
 def check(memory, records, picked, weights, archive):
@@ -34,7 +34,7 @@ def check(memory, records, picked, weights, archive):
     np.testing.assert_array_equal(found.models, models)
     np.testing.assert_array_equal(found.last_loss, losses)
     np.testing.assert_array_equal(found.weights, share)
-    work = torch.stack([found.steps, found.lr_sum, found.lengths], 1)
+    work = torch.stack([found.steps, found.lr_sum, found.effective_steps], 1)
     np.testing.assert_array_equal(work, [r[3] for r in chosen])
     np.testing.assert_allclose(memory.total, share @ models, rtol=1e-10)
     assert memory.picked_weight == pytest.approx(share.sum())
@@ -60,7 +60,8 @@ def test_a_memory_is_the_last_records_of_each_client(on_disk, tmp_path):
         memory = memory.remember(replies, replies.weights, round, archive)
         before.append((memory, [each.clone() for each in tensors(memory)]))
         for row, n in enumerate(cohort.tolist()):
-            work = [float(each[row]) for each in (replies.steps, replies.lr_sum, replies.lengths)]
+            columns = (replies.steps, replies.lr_sum, replies.effective_steps)
+            work = [float(each[row]) for each in columns]
             record = (
                 round,
                 replies.models[row].numpy().copy(),

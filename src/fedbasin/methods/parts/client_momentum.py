@@ -75,7 +75,7 @@ class EvenMomentum(ClientMomentum):
         alpha, pull, *_ = super().begin(start, net)
         return EvenCarry(alpha, pull, start.shared.steps / start.steps.clamp(min=1))
 
-    def pace(self, carry: EvenCarry) -> Tensor:
+    def lr_factor(self, carry: EvenCarry) -> Tensor:
         """Take every step at the rate eta c_i: gradient, momentum and weight decay."""
         return carry.even
 
@@ -140,7 +140,7 @@ def mean_direction(
         server: [P] where the cohort started, x.
         steps: Khat where it was broadcast, or what else stands for K_i, see `steps_counted`.
     """
-    length = replies.lr_sum * replies.lengths / replies.steps  # eta a_i
+    length = replies.lr_sum * replies.effective_steps / replies.steps  # eta a_i
     if steps is not None:
         length = length * (steps / replies.steps)
     pace = torch.where(length > 0, share / length, 0.0)

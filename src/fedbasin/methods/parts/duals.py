@@ -32,7 +32,7 @@ class Drift(NamedTuple):
     total: Tensor  # [P] r_i
 
 
-class Usual(NamedTuple):
+class MeanClientSize(NamedTuple):
     """What the server tells clients where the pull goes by how much data they hold."""
 
     examples: Tensor  # 0-d, the mean of n_i
@@ -50,7 +50,7 @@ class Duals(LocalRule):
     """Pull the client towards x - r_i, then add its update to r_i.
 
     Args:
-        alpha: strength of the pull; with a broadcast `Usual`, that of a client of mean size.
+        alpha: strength of the pull; with a broadcast `MeanClientSize`, that of a mean client.
         amended: whether y_i + r_i+ is sent in place of y_i.
     """
 

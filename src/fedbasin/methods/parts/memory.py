@@ -28,7 +28,7 @@ class Memory:
     rounds: Tensor  # [N, K] int64 round of each record, -1 while empty
     losses: Tensor  # [N, K] last-epoch loss of each record
     squares: Tensor  # [N, K] |w|^2 of each record
-    work: Tensor  # [N, K, 3] steps, lr_sum and lengths of each record, as in `Replies`
+    work: Tensor  # [N, K, 3] steps, lr_sum and effective_steps of each record, as in `Replies`
     picked: Tensor  # [N] int64 round of the picked record, -1 where none is
     weights: Tensor  # [N] weight of each client, 0 before it is seen
     total: Tensor  # [P] float64 weighted sum of the picked models
@@ -50,7 +50,7 @@ class Memory:
         """Put each reply in the place of its client's oldest record, with its weight [C]."""
         models, rounds, losses = list(self.models), self.rounds.clone(), self.losses.clone()
         squares, work, known = self.squares.clone(), self.work.clone(), self.weights.clone()
-        done = torch.stack([replies.steps, replies.lr_sum, replies.lengths], 1).to(work)
+        done = torch.stack([replies.steps, replies.lr_sum, replies.effective_steps], 1).to(work)
         for row, n in enumerate(replies.clients.tolist()):
             model, oldest = replies.models[row], int(rounds[n].argmin())
             rounds[n, oldest] = round
@@ -93,14 +93,14 @@ class Memory:
         clients = torch.nonzero(self.picked >= 0)[:, 0]
         models = [self.model(n, int(self.picked[n]), archive) for n in clients.tolist()]
         mine = self.rounds[clients] == self.picked[clients, None]  # one record of each client
-        steps, lr_sum, lengths = self.work[clients][mine].to(like.device).unbind(1)
+        steps, lr_sum, effective = self.work[clients][mine].to(like.device).unbind(1)
         return Replies(
             models=torch.stack([model.to(like) for model in models]),
             weights=self.weights[clients].to(like.device),
             clients=clients.to(like.device),
             steps=steps,
             lr_sum=lr_sum,
-            lengths=lengths,
+            effective_steps=effective,
             last_loss=self.losses[clients][mine].to(like),
         )
 
