@@ -46,15 +46,19 @@ def test_fedavg_by_hand_agrees_with_the_library(capsys):
         net = Net(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
     key = root(0)
     scored = Examiner(net, (test_images * 16).round().to(torch.uint8), test_labels, transform, 10)
+    trainer = Trainer(net, (), SGD(), hand.BATCH, transform, 10)
     federation = Federation(
         method=FedAvg(),
-        executor=LoopExecutor(Trainer(net, (), SGD(), hand.BATCH, transform, 10), people, key),
+        net=net,
+        trainer=trainer,
+        population=people,
+        evaluator=scored,
+        executor=LoopExecutor(trainer, people, key),
         context=Context(net.layout, hand.CLIENTS, hand.ROUNDS, key),
         schedule=lambda t: Plan(hand.LR, hand.EPOCHS),
         participation=parse(f"count(clients={hand.COHORT})"),
         eligible=np.arange(hand.CLIENTS),
         key=key,
-        test=scored,
         rounds=hand.ROUNDS,
     )
     server, states = federation.begin()

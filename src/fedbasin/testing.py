@@ -26,6 +26,7 @@ from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Wra
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.round import ProbeRequest, Sent, Server, TrainRequest
 from fedbasin.core.state import load, same, save
 from fedbasin.core.tree import flatten, mapped, tensors
 from fedbasin.local import SGD, Trainer
@@ -33,8 +34,6 @@ from fedbasin.methods.fedavg import FedAvg
 from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Examiner, Federation, LoopExecutor, Population
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.loop import Sent
-from fedbasin.sim.rounds import Server
 
 _FEW_NUMBERS = 64  # bytes of scalars that travel beside models
 Law = Callable[[Method], None]
@@ -105,6 +104,10 @@ def toy_federation(
     trainer = Trainer(net, method.rules(), sgd or SGD(), 4, transform, 3)
     return Federation(
         method=method,
+        net=net,
+        trainer=trainer,
+        population=population,
+        evaluator=examiner(slice(56, 71)),
         executor=LoopExecutor(trainer, population, key),
         context=Context(
             net.layout,
@@ -123,7 +126,6 @@ def toy_federation(
         participation=parse(participation, "participation"),
         eligible=np.arange(6),
         key=key,
-        test=examiner(slice(56, 71)),
         rounds=rounds,
     )
 
@@ -171,11 +173,12 @@ def _one_round(
     context = federation.context.at(1, plan.lr, plan)
     cohort = np.sort(federation.key.fold("law", seed).numpy().permutation(6)[:4])
     if method.probes:
-        probe = federation.executor.probe(cohort, Sent(server.send, server.buffers, (), 1))
+        start = Sent(server.send, server.buffers, (), 1)
+        probe = federation.executor.probe([ProbeRequest(cohort, start)])[0]
         context = replace(context, probe=probe)
     shared = method.broadcast(server.state, server.send, context)
     sent = Sent(server.send, server.buffers, shared, 1)
-    gathered = federation.executor.train(cohort, sent, plan, states)
+    gathered = federation.executor.train([TrainRequest(cohort, sent, plan, states)])[0]
     return server.state, server.send, gathered.replies, context
 
 
@@ -300,9 +303,7 @@ def law_bad_replies_are_refused(method: Method) -> None:
 def law_cohort_equals_loop(method: Method) -> None:
     """Training the cohort as one matrix gives what training client by client gives."""
     loop = toy_federation(method, sgd=SGD(0.5, 0.01, 2.0))
-    one = loop.executor
-    assert isinstance(one, LoopExecutor)
-    whole = CohortExecutor(one.trainer, one.population, one.key, compiled=False)
+    whole = CohortExecutor(loop.trainer, loop.population, loop.key, compiled=False)
     for a, b in zip(_servers(loop), _servers(replace(loop, executor=whole)), strict=True):
         _close(a.send, b.send, f"round {a.round}: the cohort executor sends another model")
         _close(a.score, b.score, f"round {a.round}: the cohort executor scores another model")

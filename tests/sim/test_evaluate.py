@@ -14,7 +14,7 @@ from fedbasin.testing import toy_federation
 
 
 def test_several_models_in_one_pass_score_as_each_does_alone():
-    examiner = replace(toy_federation(FedAvg()).test, chunk=4)
+    examiner = replace(toy_federation(FedAvg()).evaluator, chunk=4)
     vector = examiner.net.initial()[0]
     models = [vector, vector + 0.3, -vector]
     together = examiner.scores(models)
@@ -32,7 +32,7 @@ def test_several_models_in_one_pass_score_as_each_does_alone():
 
 
 def test_a_class_without_rows_has_no_accuracy():
-    examiner = replace(toy_federation(FedAvg()).test, classes=4)
+    examiner = replace(toy_federation(FedAvg()).evaluator, classes=4)
     per_class = examiner.score(examiner.net.initial()[0]).per_class
     assert np.isnan(per_class[3]) and not np.isnan(per_class[:3]).any()
 

@@ -66,10 +66,10 @@ def strategy_of(federation: Federation, *, seed: int, **settings: Any) -> Fedbas
     same: dict[str, Any] = dict(
         participation=str(federation.participation),
         seed=seed,
-        net=federation.test.net,
+        net=federation.net,
         schedule=federation.schedule,
         context=federation.context,
-        test=federation.test,
+        test=federation.evaluator,
         buffers=federation.buffers,
         recalibrate=federation.recalibrate,
     )
@@ -78,5 +78,5 @@ def strategy_of(federation: Federation, *, seed: int, **settings: Any) -> Fedbas
 
 def first_arrays(federation: Federation) -> ArrayRecord:
     """Return the initial model of a simulated federation as Flower takes it."""
-    net = federation.test.net
+    net = federation.net
     return ArrayRecord(net.state_dict(*net.initial()))

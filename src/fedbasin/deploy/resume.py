@@ -22,10 +22,10 @@ from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.lock import alone_in
-from fedbasin.core.record import RecordError, RoundRecord, RunFolder, mean_of_last
+from fedbasin.core.record import RecordError, RoundRecord, RunFolder
+from fedbasin.core.round import Server, summary_of
 from fedbasin.core.state import load, read, save, write
 from fedbasin.core.tree import Leaf
-from fedbasin.sim.rounds import Server
 
 _log = logging.getLogger("flwr")
 
@@ -148,24 +148,11 @@ class Journal:
 
     def finish(self) -> dict[str, Any]:
         """Write and return the headline numbers."""
-        scored = [r for r in self.records if r.accuracy is not None]
-        last = scored[-1] if scored else None
-        summary = self.facts | {
-            "method": self.method,
-            "seed": self.seed,
-            "executor": "flower",
-            "status": "finished",
-            "reason": None,
-            "rounds": len(self.records),
-            "accuracy_mean_last10": mean_of_last(self.records, 10),
-            "accuracy_last": last.accuracy if last else None,
-            "loss_last": last.loss if last else None,
-            "accuracy_per_class": last.accuracy_per_class if last else None,
-            "bytes_down": sum(r.bytes_down for r in self.records),
-            "bytes_up": sum(r.bytes_up for r in self.records),
-            "dropped": sum(r.dropped for r in self.records),
+        summary = self.facts | {"method": self.method, "seed": self.seed, "executor": "flower"}
+        summary |= summary_of(self.records, self.seconds())
+        summary |= {
+            "dropped": sum(record.dropped for record in self.records),
             "refused": dict(self.refused),
-            "seconds": self.seconds(),
         }
         if self.folder is not None:
             self.folder.write_summary(summary)

@@ -22,12 +22,29 @@ from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.net import Net
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
+from fedbasin.core.round import (
+    BufferPolicy,
+    Gathered,
+    Probed,
+    ProbeRequest,
+    Returned,
+    Round,
+    RoundSetup,
+    Scoring,
+    Server,
+    Statistics,
+    Traffic,
+    TrainRequest,
+    merge_refused,
+    one_round,
+)
 from fedbasin.core.vectors import Weighting
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
 from fedbasin.deploy.evaluation import entered, mean_metrics, unheard
+from fedbasin.deploy.keep import KeptByClients
 from fedbasin.deploy.mail import Mailbox
-from fedbasin.deploy.merge import Merger
+from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.private import gather_private
 from fedbasin.deploy.probe import gather_gradients
 from fedbasin.deploy.replies import Collector, Guard
@@ -35,7 +52,6 @@ from fedbasin.deploy.resume import Journal
 from fedbasin.deploy.wire import Codec
 from fedbasin.sim.evaluate import Examiner
 from fedbasin.sim.participation import draw_cohort
-from fedbasin.sim.rounds import BufferPolicy, Server
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 _STREAM_ABOVE = 256 << 20  # bytes of replies that are worth averaging as they arrive
@@ -87,10 +103,10 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     _mail: Mailbox
     _clients: Clients
     _context: Context
-    _schedule: Callable[[int], Plan]
+    _setup: RoundSetup
     _timeout: float
     _server: Server
-    _now: Context
+    _round: Round
     _cohort: Cohort
     _record: RoundRecord
 
@@ -138,7 +154,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.key, self.seed, self.net = root(seed), seed, net
         self.schedule, self.batch, self.proxy, self.context = schedule, batch, proxy, context
         self.counts, self.classes = counts, classes or (test.classes if test else 0)
-        self.merger = Merger(self.method, buffers, recalibrate, guard, test)
+        self.statistics = Statistics(buffers, recalibrate)
+        self.guard, self.test = guard, test
         self.stream, self.patience = stream, patience
         self.journal = Journal(folder, checkpoint_every, facts or {}, str(self.method), seed)
 
@@ -194,13 +211,11 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                     _log.info("\t└──> Aggregated MetricRecord: %s", metrics)
                     result.train_metrics_clientapp[now] = metrics
                 result.arrays = self._scored(arrays)
-                last = now == num_rounds
-                record = self.merger.score(self._record, self._server, last=last)
-                record = self._examine(record, grid, evaluate, evaluate_fn, result)
+                record = self._examine(self._record, grid, evaluate, evaluate_fn, result)
                 record = replace(record, seconds=time.perf_counter() - began)
-                saved = self.journal.append(record, self._server, last=last)
-                refused = "merge_refused" in record.notes  # so the old state needs its models
-                if saved and not refused and self._context.archive is not None:
+                saved = self.journal.append(record, self._server, last=now == num_rounds)
+                # After a refused merge the old state needs its models.
+                if saved and not merge_refused(record) and self._context.archive is not None:
                     self._context.archive.sweep()
             self._finish(result)
             return result
@@ -209,79 +224,99 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the cohort and say what each client is sent."""
-        now, server, method = server_round - 1, self._server, self.method
-        plan = method.plan(self._schedule, self._context.at(now, 0.0))
-        self._now = self._context.at(now, plan.lr, plan)
         asked_for = dict(self.participation.arguments).get("clients", 1)
         online = self._clients.wait(max(self.min_available_nodes, asked_for, 1))
-        drawn = draw_cohort(self.participation, np.array(sorted(online)), self.key, now).tolist()
+        able = np.array(sorted(online))
+        drawn = draw_cohort(self.participation, able, self.key, server_round - 1)
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
-        if method.probes:
-            nodes = {client: online[client] for client in drawn}
-            least = min(self.min_train_nodes, len(drawn))
-            drawn, probe = gather_gradients(
-                self._clients, nodes, arrays, server.send, self._timeout, least
-            )
-            self._now = replace(self._now, probe=probe)
-        shared = method.broadcast(server.state, server.send, self._now)
-        rules, stream = len(method.rules()), self._streams(len(drawn))
+        self._round = one_round(self._setup, self._server, drawn, KeptByClients())
+        request = next(self._round)
+        if isinstance(request, ProbeRequest):
+            request = self._round.send(self._probed(request, online, arrays))
+        assert isinstance(request, TrainRequest)  # a round asks for gradients once
+        least = min(self.min_train_nodes, len(request.cohort))
         self._cohort = Cohort(
             round=server_round,
             clients=self._clients,
-            collector=Collector(self._codec, now, plan, self.weighted_by_key, rules, stream),
+            collector=Collector(
+                self._codec,
+                request.sent.round,
+                request.plan,
+                self.weighted_by_key,
+                len(self.method.rules()),
+                self._streams(len(request.cohort)),
+            ),
             tally=self.journal.refused,
             content=content_of(
                 {self.arrayrecord_key: arrays, self.configrecord_key: config},
                 server_round,
-                plan,
-                shared,
-                {"method": str(method), "name": self.journal.name, "seed": self.seed},
+                request.plan,
+                request.sent.shared,
+                {"method": str(self.method), "name": self.journal.name, "seed": self.seed},
             ),
             merged=self.journal.merged,
-            asked={client: online[client] for client in drawn},
-            least=min(self.min_train_nodes, len(drawn)),
+            asked={client: online[client] for client in request.cohort.tolist()},
+            least=least,
             timeout=self._timeout,
             patience=self.patience,
         )
         for node, _ in self._mail.stragglers():
             self._cohort.late(node)
-        return self._cohort.messages(drawn)
+        return self._cohort.messages(request.cohort.tolist())
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord | None]:
         """Check replies one by one, then merge what is left; returns what clients start from."""
-        began, cohort = time.perf_counter(), self._cohort
+        cohort = self._cohort
         cohort.collect(replies)
-        arrived, count = time.perf_counter(), len(cohort.collector.numbers)
+        count = len(cohort.collector.numbers)
         failures = len(cohort.asked) - count
         _log.info("aggregate_train: Received %s results and %s failures", count, failures)
-        record, metrics = RoundRecord(server_round), None
-        self._server = replace(self._server, round=server_round)
-        if any(numbers.weight > 0 for numbers in cohort.collector.numbers):
-            self._server, record, merged = self.merger.merge(
-                self._server,
-                cohort.collector.finish(self._server.send),
-                self._now,
-                lambda c, why: cohort.refuse(c, cohort.asked[c], why),
-            )
-            self.journal.merged[sorted(merged)] = server_round
-            if math.isfinite(record.train_loss or 0.0):
-                metrics = MetricRecord({"train_loss": record.train_loss})
-        spent = time.perf_counter() - arrived
-        _log.info("\t├──> Merged by %s in %.3f s", self.method, spent)
-        self._record = replace(
-            record,
-            lr=self._now.lr,
+        gathered, clients = self._gathered()
+        traffic = Traffic(
             replies=count,
             dropped=failures,
             refused=cohort.refused,
             bytes_down=cohort.bytes_down,
             bytes_up=cohort.collector.bytes_up,
-            seconds_train=arrived - began,
-            seconds_merge=spent,
         )
+        try:
+            self._round.send(Returned(gathered, traffic))
+        except StopIteration as end:
+            self._server, self._record = end.value
+        if not merge_refused(self._record):
+            self.journal.merged[sorted(clients)] = server_round
+        spent = self._record.seconds_merge
+        _log.info("\t├──> Merged by %s in %.3f s", self.method, spent)
+        loss = self._record.train_loss
+        metrics = None
+        if loss is not None and math.isfinite(loss):
+            metrics = MetricRecord({"train_loss": loss})
         return self._arrays(self._server.send), metrics
+
+    def _probed(
+        self, request: ProbeRequest, online: Mapping[int, int], arrays: ArrayRecord
+    ) -> Probed:
+        """Ask a cohort for its gradients; who sends none sits the round out."""
+        nodes = {client: online[client] for client in request.cohort.tolist()}
+        least = min(self.min_train_nodes, len(nodes))
+        clients, probe = gather_gradients(
+            self._clients, nodes, arrays, request.sent.vector, self._timeout, least
+        )
+        return Probed(np.array(clients, dtype=np.int64), probe)
+
+    def _gathered(self) -> tuple[Gathered | None, frozenset[int]]:
+        """Return the replies of the round under way, guarded, and whose they are."""
+        cohort = self._cohort
+        if not any(numbers.weight > 0 for numbers in cohort.collector.numbers):
+            return None, frozenset()
+        return gathered_of(
+            cohort.collector.finish(self._server.send),
+            self._server,
+            self.guard,
+            lambda client, why: cohort.refuse(client, cohort.asked[client], why),
+        )
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -345,7 +380,15 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         )
         lr = train_config.get("lr", 0.0)
         usual = Plan(float(lr) if isinstance(lr, int | float) else 0.0, 1)
-        self._schedule = self.schedule or (lambda round: usual)
+        self._setup = RoundSetup(
+            method=self.method,
+            context=self._context,
+            schedule=self.schedule or (lambda round: usual),
+            key=self.key,
+            policy=Lenient(),
+            scoring=Scoring(rounds, self.test),
+            statistics=self.statistics,
+        )
         fresh = Server(0, vector, vector, buffers, self.method.init(vector, self._context))
         self._server = self.journal.restored(fresh, self._clients.total)
 
@@ -361,7 +404,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         """Return how replies are averaged as they arrive, or None to keep them all."""
         weighting, size = self.method.streams(), self._codec.layout.size
         large = cohort * size * self._server.send.element_size() > _STREAM_ABOVE
-        if self.merger.guard is not None or not (large if self.stream == "auto" else self.stream):
+        if self.guard is not None or not (large if self.stream == "auto" else self.stream):
             return None
         return weighting
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,10 @@ class Examiner:
     def size(self) -> int:
         """Number of rows."""
         return len(self.labels)
+
+    def with_buffers(self, buffers: Tensor) -> Examiner:
+        """Return the same rows, for models with other statistics."""
+        return replace(self, buffers=buffers)
 
     def logits(self, vector: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return the logits [n, classes] of a model, differentiable in the vector."""

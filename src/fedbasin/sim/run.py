@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from fedbasin.core.record import RoundRecord, RunFolder, mean_of_last, write_atomically
+from fedbasin.core.record import RoundRecord, RunFolder, write_atomically
+from fedbasin.core.round import Server, summary_of
 from fedbasin.core.state import load, save, write
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, Kept
 from fedbasin.sim.provenance import keep, refuse_other
-from fedbasin.sim.rounds import Diverged, Federation, Server
+from fedbasin.sim.rounds import Diverged, Federation
 
 OnRound = Callable[[RoundRecord], None]
 
@@ -89,7 +90,7 @@ def run(
                     break
         except Diverged as error:
             status, reason = "diverged", str(error)
-        summary = facts | {"status": status, "reason": reason} | _numbers(records, seconds())
+        summary = facts | summary_of(records, seconds(), status, reason) | _peaks()
         summary |= federation.executor.facts() | {"client_states": states.where}
         folder.write_summary(summary)
     if status == "finished":
@@ -148,26 +149,16 @@ def _restored(federation: Federation, folder: RunFolder) -> tuple[Server, Client
 
 def _ship(federation: Federation, server: Server, folder: RunFolder) -> None:
     """Write the scored model under the network's own parameter names."""
-    named = federation.test.net.state_dict(server.score, server.buffers)
+    named = federation.net.state_dict(server.score, server.buffers)
     write(folder.model, {name: tensor.cpu().contiguous() for name, tensor in named.items()})
 
 
-def _numbers(records: list[RoundRecord], seconds: float) -> dict[str, Any]:
-    scored = [record for record in records if record.accuracy is not None]
-    last = scored[-1] if scored else None
+def _peaks() -> dict[str, int | None]:
+    """Return how much memory the process has taken at most, here and on the device."""
+    on_cuda = torch.cuda.is_available()
     return {
-        "rounds": len(records),
-        "accuracy_mean_last10": mean_of_last(records, 10),
-        "accuracy_last": last.accuracy if last else None,
-        "loss_last": last.loss if last else None,
-        "accuracy_per_class": last.accuracy_per_class if last else None,
-        "bytes_down": sum(record.bytes_down for record in records),
-        "bytes_up": sum(record.bytes_up for record in records),
-        "seconds": seconds,
         "peak_memory_bytes": _peak_memory(),
-        "peak_device_memory_bytes": (
-            torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        ),
+        "peak_device_memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else None,
     }
 
 
