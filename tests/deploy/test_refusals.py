@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.net import Net
-from fedbasin.deploy import FedbasinStrategy, Guard, client_app
+from fedbasin.deploy import FedbasinStrategy, Guard, Handling, ServerSide, client_app
 from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.evaluation import mean_metrics
 from fedbasin.deploy.mail import Mailbox
@@ -525,11 +525,12 @@ def test_evaluation_on_clients_is_a_weighted_mean():
 def test_settings_that_cannot_work_are_refused_at_once():
     federation = toy_federation(parse("fedlaw", "method"))
     arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
-    with pytest.raises(ValueError, match="give proxy="):
-        strategy = strategy_for(federation, federation.method, context=None)
+    with pytest.raises(ValueError, match=r"give server=ServerSide\(proxy="):
+        bare = replace(ServerSide.of(federation), context=None)
+        strategy = strategy_for(federation, federation.method, server=bare)
         strategy.start(LocalGrid(app_for(federation), 6), arrays)
     with pytest.raises(ValueError, match="needs recalibrate="):
-        strategy_for(federation, federation.method, buffers="recalibrate")
+        strategy_for(replace(federation, buffers="recalibrate"), federation.method)
     with pytest.raises(ValueError, match="checkpoint_every"):
         strategy_for(federation, federation.method, checkpoint_every=0)
 
@@ -557,7 +558,12 @@ def test_parts_that_do_not_learn_must_be_the_servers(scale, caplog):
     server = seeded()
     with torch.no_grad():
         server.body.weight *= scale
-    strategy = FedbasinStrategy("fedavg", net=Net(server), fraction_evaluate=0, patience=0.5)
+    strategy = FedbasinStrategy(
+        "fedavg",
+        fraction_evaluate=0,
+        server=ServerSide(net=Net(server)),
+        handling=Handling(patience=0.5),
+    )
     arrays, grid = ArrayRecord(server.state_dict()), LocalGrid(app, 3)
     config = ConfigRecord({"lr": 0.1})
     if scale == 1:

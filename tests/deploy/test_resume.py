@@ -21,7 +21,7 @@ from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.method import ReplyError
 from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.state import same
-from fedbasin.deploy import FedbasinStrategy, Guard
+from fedbasin.deploy import FedbasinStrategy, Guard, Records, ServerSide
 from fedbasin.deploy.keep import OwnState
 from fedbasin.deploy.wire import Refused
 from fedbasin.testing import toy_federation
@@ -122,7 +122,9 @@ def test_the_folder_of_another_method_is_refused(tmp_path):
 def test_the_folder_of_another_seed_is_refused(tmp_path):
     federation = federation_of("fedavg")
     start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
-    other = FedbasinStrategy("fedavg", seed=7, folder=tmp_path, net=federation.net)
+    other = FedbasinStrategy(
+        "fedavg", seed=7, records=Records(tmp_path), server=ServerSide(net=federation.net)
+    )
     arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     with pytest.raises(RecordError, match="seed is 0, here it is 7; give the same seed or choose"):
         other.start(LocalGrid(app_for(federation), 6), arrays, num_rounds=2, timeout=0.5)
@@ -131,7 +133,9 @@ def test_the_folder_of_another_seed_is_refused(tmp_path):
 def test_the_folder_of_another_number_of_clients_is_refused(tmp_path):
     federation = federation_of("fedavg")
     start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
-    other = FedbasinStrategy("fedavg", folder=tmp_path, net=federation.net)
+    other = FedbasinStrategy(
+        "fedavg", records=Records(tmp_path), server=ServerSide(net=federation.net)
+    )
     arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     seven = LocalGrid(telling(), 6, node_config={"num-partitions": 7})
     told = "number of clients is 6, here it is 7; give the same number of clients or choose another"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -242,7 +242,7 @@ class RoundSetup:
     key: Key
     policy: Policy
     scoring: Scoring
-    statistics: Statistics = Statistics()
+    statistics: Statistics = field(default_factory=Statistics)
 
 
 Round: TypeAlias = Generator[Request, Any, tuple[Server, RoundRecord]]

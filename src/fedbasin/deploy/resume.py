@@ -26,6 +26,7 @@ from fedbasin.core.record import RecordError, RoundRecord, RunFolder
 from fedbasin.core.round import Server, summary_of
 from fedbasin.core.state import load, read, save, write
 from fedbasin.core.tree import Leaf
+from fedbasin.deploy.settings import Records
 
 _log = logging.getLogger("flwr")
 
@@ -48,9 +49,7 @@ class Journal:
     """The records of a federation; without a folder they are kept in memory only.
 
     Args:
-        folder: where they go.
-        every: save after every k rounds, and at the end.
-        facts: what the summary says beside the measured numbers.
+        settings: where they go, and how often a checkpoint is written.
         method: of the run; a checkpoint of another one is not gone on from.
         seed: the same.
     """
@@ -61,18 +60,11 @@ class Journal:
     merged: Tensor
     refused: Counter[str]
 
-    def __init__(
-        self,
-        folder: Path | str | None,
-        every: int,
-        facts: Mapping[str, Any],
-        method: str,
-        seed: int,
-    ) -> None:
-        if every < 1:
-            raise ValueError(f"checkpoint_every must be at least 1, got {every}")
-        self.folder = None if folder is None else RunFolder(Path(folder))
-        self.every, self.facts, self.method, self.seed = every, dict(facts), method, seed
+    def __init__(self, settings: Records, method: str, seed: int) -> None:
+        self.settings = settings
+        self.folder = None if settings.folder is None else RunFolder(Path(settings.folder))
+        self.method = method
+        self.seed = seed
 
     def alone(self) -> AbstractContextManager[None]:
         """Keep the folder from other processes: two would mix their records."""
@@ -127,7 +119,7 @@ class Journal:
         if self.folder is None:
             return False
         self.folder.append(record)
-        if not (last or record.round % self.every == 0):
+        if not (last or record.round % self.settings.checkpoint_every == 0):
             return False
         save(self.folder.checkpoint, self._saved(server))
         return True
@@ -148,7 +140,12 @@ class Journal:
 
     def finish(self) -> dict[str, Any]:
         """Write and return the headline numbers."""
-        summary = self.facts | {"method": self.method, "seed": self.seed, "executor": "flower"}
+        summary = {
+            **self.settings.facts,
+            "method": self.method,
+            "seed": self.seed,
+            "executor": "flower",
+        }
         summary |= summary_of(self.records, self.seconds())
         summary |= {
             "dropped": sum(record.dropped for record in self.records),

@@ -7,8 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -19,11 +17,9 @@ from torch import Tensor
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
-from fedbasin.core.net import Net
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.round import (
-    BufferPolicy,
     Gathered,
     Probed,
     ProbeRequest,
@@ -32,7 +28,6 @@ from fedbasin.core.round import (
     RoundSetup,
     Scoring,
     Server,
-    Statistics,
     Traffic,
     TrainRequest,
     merge_refused,
@@ -47,10 +42,10 @@ from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.private import gather_private
 from fedbasin.deploy.probe import gather_gradients
-from fedbasin.deploy.replies import Collector, Guard
+from fedbasin.deploy.replies import Collector
 from fedbasin.deploy.resume import Journal
+from fedbasin.deploy.settings import Handling, Records, ServerSide
 from fedbasin.deploy.wire import Codec
-from fedbasin.sim.evaluate import Examiner
 from fedbasin.sim.participation import draw_cohort
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -77,25 +72,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         configrecord_key: where they find the round's settings.
         participation: who trains, such as ``"count(clients=3)"``, in place of `fraction_train`.
         seed: draws cohorts, and batches on clients of fedbasin.
-        net: the network, for methods that treat its head apart.
-        schedule: the plan of each round; by default ``train_config["lr"]`` and one epoch.
-        batch: the clients' batch size, for methods that ask for it.
-        proxy: labelled rows on the server, for methods that learn from them.
-        context: what else the method may know, as a simulation has it; it goes before the last two.
-        counts: how class counts reach methods that need them: each client's in ``"plain"``, or
-            their sum alone by way of encryption.
-        classes: number of classes, for private counts.
-        test: rows that the scored model is tested on after each round.
-        buffers: what happens to BatchNorm statistics.
-        recalibrate: renews statistics for a model, for the policy of that name.
-        guard: what happens to updates that are far longer than the others.
-        stream: whether to average replies as they arrive, where the method allows it; ``"auto"``
-            does so for cohorts that would take more than 256 MiB.
-        folder: where records and checkpoints go; a checkpoint found there is gone on from.
-        checkpoint_every: save after every k rounds. With 1, a stopped run goes on with the round
-            it was in; with more, clients that keep a state of their own may be ahead of it.
-        patience: seconds to wait for nodes that are needed.
-        facts: what the summary says beside the measured numbers.
+        server: what the server has, such as rows to learn from or to test on.
+        handling: how replies are waited for and taken.
+        records: where records and checkpoints go.
     """
 
     # Set up by `start`, and by the round under way.
@@ -124,22 +103,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         configrecord_key: str = "config",
         participation: str | None = None,
         seed: int = 0,
-        net: Net | None = None,
-        schedule: Callable[[int], Plan] | None = None,
-        batch: int = 0,
-        proxy: Examiner | None = None,
-        context: Context | None = None,
-        counts: Literal["plain", "private"] = "plain",
-        classes: int = 0,
-        test: Examiner | None = None,
-        buffers: BufferPolicy = "mean",
-        recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None,
-        guard: Guard | None = None,
-        stream: bool | Literal["auto"] = "auto",
-        folder: Path | str | None = None,
-        checkpoint_every: int = 1,
-        patience: float = 600.0,
-        facts: Mapping[str, Any] | None = None,
+        server: ServerSide | None = None,
+        handling: Handling | None = None,
+        records: Records | None = None,
     ) -> None:
         import fedbasin.methods  # noqa: F401  (fills the catalogue)
 
@@ -147,17 +113,18 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.participation: Choice = parse(
             participation or f"fraction(rate={fraction_train})", "participation"
         )
-        self.fraction_evaluate, self.min_evaluate_nodes = fraction_evaluate, min_evaluate_nodes
-        self.min_train_nodes, self.min_available_nodes = min_train_nodes, min_available_nodes
+        self.fraction_evaluate = fraction_evaluate
+        self.min_train_nodes = min_train_nodes
+        self.min_evaluate_nodes = min_evaluate_nodes
+        self.min_available_nodes = min_available_nodes
         self.weighted_by_key = weighted_by_key
-        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
-        self.key, self.seed, self.net = root(seed), seed, net
-        self.schedule, self.batch, self.proxy, self.context = schedule, batch, proxy, context
-        self.counts, self.classes = counts, classes or (test.classes if test else 0)
-        self.statistics = Statistics(buffers, recalibrate)
-        self.guard, self.test = guard, test
-        self.stream, self.patience = stream, patience
-        self.journal = Journal(folder, checkpoint_every, facts or {}, str(self.method), seed)
+        self.arrayrecord_key = arrayrecord_key
+        self.configrecord_key = configrecord_key
+        self.seed = seed
+        self.key = root(seed)
+        self.server_side = server or ServerSide()
+        self.handling = handling or Handling()
+        self.journal = Journal(records or Records(), str(self.method), seed)
 
     def summary(self) -> None:
         """Log what the strategy is."""
@@ -258,7 +225,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             asked={client: online[client] for client in request.cohort.tolist()},
             least=least,
             timeout=self._timeout,
-            patience=self.patience,
+            patience=self.handling.patience,
         )
         for node, _ in self._mail.stragglers():
             self._cohort.late(node)
@@ -314,7 +281,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         return gathered_of(
             cohort.collector.finish(self._server.send),
             self._server,
-            self.guard,
+            self.handling.guard,
             lambda client, why: cohort.refuse(client, cohort.asked[client], why),
         )
 
@@ -345,27 +312,32 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self, grid: Grid, arrays: ArrayRecord, rounds: int, train_config: ConfigRecord
     ) -> None:
         """Meet the clients, set up the method, and take up where a checkpoint was written."""
-        device = "cpu" if self.net is None else self.net.device
-        self._codec = Codec.of(arrays, self.net)
+        here = self.server_side
+        device = "cpu" if here.net is None else here.net.device
+        self._codec = Codec.of(arrays, here.net)
         vector, buffers = (part.to(device) for part in self._codec.read(arrays))
-        needs = needs_of(self.method)
-        proxy = self.proxy if self.context is None else self.context.proxy
-        if "proxy" in needs and proxy is None:
-            raise ValueError(f"{self.method} learns from data on the server: give proxy=")
-        counted = self.counts if "class_counts" in needs else None
-        total = 0 if self.context is None else self.context.clients
-        self._mail = Mailbox(grid)
-        before = self.journal.clients()
-        self._clients = Clients(self._mail, counted == "plain", self.patience, total, before)
-        self._clients.wait(max(self.min_available_nodes, 1))
-        counts = private = None
-        if counted == "private":
-            private = gather_private(self._clients, self.key, self.classes)
-        elif counted == "plain":
-            counts = self._clients.class_counts()
-        known = self.context or Context(
-            self._codec.layout, 0, 0, self.key, batch=self.batch, proxy=self.proxy
+        known = here.context or Context(
+            self._codec.layout, 0, 0, self.key, batch=here.batch, proxy=here.proxy
         )
+        needs = needs_of(self.method)
+        if "proxy" in needs and known.proxy is None:
+            raise ValueError(
+                f"{self.method} learns from data on the server: give server=ServerSide(proxy=...)"
+            )
+        counted = here.counts if "class_counts" in needs else None
+        self._mail = Mailbox(grid)
+        self._clients = Clients(
+            self._mail,
+            counted == "plain",
+            self.handling.patience,
+            total=known.clients,
+            before=self.journal.clients(),
+        )
+        self._clients.wait(max(self.min_available_nodes, 1))
+        counts = self._clients.class_counts() if counted == "plain" else None
+        private = None
+        if counted == "private":
+            private = gather_private(self._clients, self.key, here.known_classes())
         self._context = replace(
             known,
             layout=self._codec.layout,
@@ -376,18 +348,16 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             class_counts=counts,
             private_counts=private,
             archive=self.journal.archive(),
-            net=self.net,
+            net=here.net,
         )
-        lr = train_config.get("lr", 0.0)
-        usual = Plan(float(lr) if isinstance(lr, int | float) else 0.0, 1)
         self._setup = RoundSetup(
             method=self.method,
             context=self._context,
-            schedule=self.schedule or (lambda round: usual),
+            schedule=here.schedule or _constant(train_config),
             key=self.key,
             policy=Lenient(),
-            scoring=Scoring(rounds, self.test),
-            statistics=self.statistics,
+            scoring=Scoring(rounds, here.evaluator),
+            statistics=here.statistics,
         )
         fresh = Server(0, vector, vector, buffers, self.method.init(vector, self._context))
         self._server = self.journal.restored(fresh, self._clients.total)
@@ -404,7 +374,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         """Return how replies are averaged as they arrive, or None to keep them all."""
         weighting, size = self.method.streams(), self._codec.layout.size
         large = cohort * size * self._server.send.element_size() > _STREAM_ABOVE
-        if self.guard is not None or not (large if self.stream == "auto" else self.stream):
+        wanted = large if self.handling.stream == "auto" else self.handling.stream
+        if self.handling.guard is not None or not wanted:
             return None
         return weighting
 
@@ -438,3 +409,10 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             _log.info("\trefused %d times: %s", times, reason)
         for line in str(result).splitlines():
             _log.info("\t%s", line)
+
+
+def _constant(train_config: ConfigRecord) -> Callable[[int], Plan]:
+    """Return the schedule of an app that gives none: its learning rate, and one epoch."""
+    lr = train_config.get("lr", 0.0)
+    plan = Plan(float(lr) if isinstance(lr, int | float) else 0.0, 1)
+    return lambda round: plan
