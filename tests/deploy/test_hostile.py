@@ -167,17 +167,17 @@ def test_reports_that_are_all_wrong_cost_the_round_and_no_more(caplog):
     assert sum("keeps its model" in r.getMessage() for r in caplog.records) == 2
 
 
-def merged(method, before, collected, context, guard=None, say=lambda *_: None):
-    """The server and the record after a round whose replies are given."""
+def merged(method, before, collected, context, guard=None):
+    """The server and the record after a round whose replies are given, and who was far."""
     plan = Plan(0.1)
     scoring = Scoring(rounds=1, test=None)
     setup = RoundSetup(method, context, lambda _: plan, context.key, Lenient(), scoring)
     steps = one_round(setup, before, collected.replies.clients.numpy(), KeptByClients())
     next(steps)
-    gathered, _ = gathered_of(collected, before, guard, say)
+    found = gathered_of(collected, before.send, guard)
     with pytest.raises(StopIteration) as end:
-        steps.send(Returned(gathered, Traffic()))
-    return end.value.value
+        steps.send(Returned(found.gathered, Traffic()))
+    return *end.value.value, [client for client, _ in found.far]
 
 
 def test_a_state_that_is_not_finite_is_not_kept():
@@ -189,7 +189,7 @@ def test_a_state_that_is_not_finite_is_not_kept():
     before = Server(0, vector, vector, buffers, method.init(vector, context))
     replies = replies_of(torch.tensor([[1e25] * 4, [1.0] * 4]))
     collected = Collected(replies, torch.zeros(2, 0), torch.ones(2, dtype=torch.float64))
-    after, record = merged(method, before, collected, context)
+    after, record, _ = merged(method, before, collected, context)
     assert after == replace(before, round=1) and record.notes == {"merge_refused": 1.0}
 
 
@@ -256,14 +256,11 @@ def test_a_far_update_brings_no_statistics_and_no_loss(action):
     )
     sent = torch.tensor([[1.0, 1, 2, 2], [1e6, 1e6, 50, 50], [3.0, 3, 4, 4]])
     collected = Collected(replies, sent, torch.tensor([1.0, 9e9, 2.0], dtype=torch.float64))
-    named = []
     before = Server(0, vector, vector, buffers, ())
     context = Context(codec.layout, 10, 1, root(0))
     fedavg = parse("fedavg", "method")
     guard = Guard(5.0, action)
-    after, record = merged(
-        fedavg, before, collected, context, guard, lambda client, why: named.append(client)
-    )
+    after, record, named = merged(fedavg, before, collected, context, guard)
     assert named == [7]
     torch.testing.assert_close(after.buffers, torch.tensor([2.5, 2.5, 3.5, 3.5]))
     assert record.train_loss == pytest.approx(1.75)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fedbasin.core.archive import ArchiveError
 from fedbasin.core.method import Replies, ReplyError
@@ -19,7 +21,6 @@ from fedbasin.core.vectors import shares
 from fedbasin.deploy.replies import Collected, Guard, guarded
 
 _log = logging.getLogger("flwr")
-Say = Callable[[int, str], None]  # a client and why it is named
 
 
 class Lenient:
@@ -47,29 +48,35 @@ class Lenient:
         return merged
 
 
-def gathered_of(
-    collected: Collected, server: Server, guard: Guard | None, say: Say
-) -> tuple[Gathered, frozenset[int]]:
-    """Return the replies as the round takes them, and which clients they are of.
+class Guarded(NamedTuple):
+    """The replies as the round takes them."""
+
+    gathered: Gathered
+    clients: frozenset[int]  # whose replies are merged
+    far: list[tuple[int, str]]  # clients whose update is far longer than the others', and why
+
+
+def gathered_of(collected: Collected, server: Tensor, guard: Guard | None) -> Guarded:
+    """Turn the replies that were taken into what the round merges.
 
     Args:
         collected: the replies that were taken.
-        server: what the clients started from.
+        server: the model that clients started from [P].
         guard: what happens to updates that are far longer than the others.
-        say: told of each client whose update is far.
     """
     replies = collected.replies
-    clients = collected.counted
-    far: set[int] = set()
+    named: list[tuple[int, str]] = []
     if guard is not None:
-        replies, named = guarded(replies, server.send, guard)
-        for client, reason in named:
-            far.add(client)
-            say(client, f"{reason}: {guard.action}ped")
+        replies, lengths = guarded(replies, server, guard)
+        named = [(client, f"{length}: {guard.action}ped") for client, length in lengths]
+    far = {client for client, _ in named}
     # A far update's statistics and loss are not to be trusted either, clipped or not.
     ids = collected.replies.clients
     near = torch.tensor([client not in far for client in ids.tolist()], device=ids.device)
     loss = shares(collected.replies.weights[near]) @ collected.losses[near]
-    if guard is None or guard.action == "clip":
-        return Gathered(replies, collected.statistics, [], loss, near if far else None), clients
-    return Gathered(replies, collected.statistics[near], [], loss), clients - far
+    if guard is not None and guard.action == "drop":
+        gathered = Gathered(replies, collected.statistics[near], [], loss)
+        return Guarded(gathered, collected.counted - far, named)
+    trusted = near if far else None
+    gathered = Gathered(replies, collected.statistics, [], loss, trusted)
+    return Guarded(gathered, collected.counted, named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,6 @@ from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.round import (
-    Gathered,
     Probed,
     ProbeRequest,
     Returned,
@@ -38,7 +37,7 @@ from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
 from fedbasin.deploy.evaluation import entered, mean_metrics, unheard
 from fedbasin.deploy.keep import KeptByClients
-from fedbasin.deploy.mail import Mailbox
+from fedbasin.deploy.mail import GaveUp, Mailbox
 from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.private import gather_private
 from fedbasin.deploy.probe import gather_gradients
@@ -79,7 +78,6 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
 
     # Set up by `start`, and by the round under way.
     _codec: Codec
-    _mail: Mailbox
     _clients: Clients
     _context: Context
     _setup: RoundSetup
@@ -227,8 +225,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             timeout=self._timeout,
             patience=self.handling.patience,
         )
-        for node, _ in self._mail.stragglers():
-            self._cohort.late(node)
+        self._cohort.name_late()
         return self._cohort.messages(request.cohort.tolist())
 
     def aggregate_train(
@@ -240,7 +237,12 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         count = len(cohort.collector.numbers)
         failures = len(cohort.asked) - count
         _log.info("aggregate_train: Received %s results and %s failures", count, failures)
-        gathered, clients = self._gathered()
+        guarded = None
+        if any(numbers.weight > 0 for numbers in cohort.collector.numbers):
+            collected = cohort.collector.finish(self._server.send)
+            guarded = gathered_of(collected, self._server.send, self.handling.guard)
+            for client, why in guarded.far:
+                cohort.refuse(client, cohort.asked[client], why)
         traffic = Traffic(
             replies=count,
             dropped=failures,
@@ -249,11 +251,11 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             bytes_up=cohort.collector.bytes_up,
         )
         try:
-            self._round.send(Returned(gathered, traffic))
+            self._round.send(Returned(guarded.gathered if guarded else None, traffic))
         except StopIteration as end:
             self._server, self._record = end.value
-        if not merge_refused(self._record):
-            self.journal.merged[sorted(clients)] = server_round
+        if guarded and not merge_refused(self._record):
+            self.journal.merged[sorted(guarded.clients)] = server_round
         spent = self._record.seconds_merge
         _log.info("\t├──> Merged by %s in %.3f s", self.method, spent)
         loss = self._record.train_loss
@@ -272,18 +274,6 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             self._clients, nodes, arrays, request.sent.vector, self._timeout, least
         )
         return Probed(np.array(clients, dtype=np.int64), probe)
-
-    def _gathered(self) -> tuple[Gathered | None, frozenset[int]]:
-        """Return the replies of the round under way, guarded, and whose they are."""
-        cohort = self._cohort
-        if not any(numbers.weight > 0 for numbers in cohort.collector.numbers):
-            return None, frozenset()
-        return gathered_of(
-            cohort.collector.finish(self._server.send),
-            self._server,
-            self.handling.guard,
-            lambda client, why: cohort.refuse(client, cohort.asked[client], why),
-        )
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -325,9 +315,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 f"{self.method} learns from data on the server: give server=ServerSide(proxy=...)"
             )
         counted = here.counts if "class_counts" in needs else None
-        self._mail = Mailbox(grid)
         self._clients = Clients(
-            self._mail,
+            Mailbox(grid),
             counted == "plain",
             self.handling.patience,
             total=known.clients,
@@ -392,13 +381,20 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         found = tested = None
         messages = list(self.configure_evaluate(now, result.arrays, config, grid))
         if messages:
-            sent = self._mail.send(messages)
-            found = self.aggregate_evaluate(now, self._mail.replies(sent, self._timeout, unheard))
+            found = self.aggregate_evaluate(now, self._evaluations(messages))
         if evaluate_fn is not None:
             tested = evaluate_fn(now, result.arrays)
         record = entered(record, result, found, tested)
         spent = record.seconds_evaluate + time.perf_counter() - began
         return replace(record, seconds_evaluate=spent)
+
+    def _evaluations(self, messages: list[Message]) -> Iterator[Message]:
+        """Yield what clients say of a model, and log who says nothing."""
+        for found in self._clients.replies(self._clients.send(messages), self._timeout):
+            if isinstance(found, GaveUp):
+                unheard(found.node, found.reason)
+            else:
+                yield found
 
     def _finish(self, result: Result) -> None:
         summary = self.journal.finish()
