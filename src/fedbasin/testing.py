@@ -26,7 +26,7 @@ from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Wra
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
 from fedbasin.core.rng import root, torch_draws_from
-from fedbasin.core.round import ProbeRequest, Sent, Server, TrainRequest
+from fedbasin.core.round import ProbeRequest, Sent, Server, TrainRequest, needs_gradients
 from fedbasin.core.state import load, same, save
 from fedbasin.core.tree import flatten, mapped, tensors
 from fedbasin.local import SGD, Trainer
@@ -172,7 +172,7 @@ def _one_round(
     plan = federation.method.plan(federation.schedule, federation.context.at(1, 0.0))
     context = federation.context.at(1, plan.lr, plan)
     cohort = np.sort(federation.key.fold("law", seed).numpy().permutation(6)[:4])
-    if method.probes:
+    if needs_gradients(method):
         start = Sent(server.send, server.buffers, (), 1)
         probe = federation.executor.probe([ProbeRequest(cohort, start)])[0]
         context = replace(context, probe=probe)

@@ -245,6 +245,11 @@ class RoundSetup:
     statistics: Statistics = field(default_factory=Statistics)
 
 
+def needs_gradients(method: Method) -> bool:
+    """Whether a cohort sends its full gradients before it trains."""
+    return method.probes
+
+
 Round: TypeAlias = Generator[Request, Any, tuple[Server, RoundRecord]]
 
 
@@ -261,7 +266,7 @@ def one_round(setup: RoundSetup, server: Server, cohort: np.ndarray, states: Own
     method = setup.method
     plan = method.plan(setup.schedule, setup.context.at(server.round, 0.0))
     context = setup.context.at(server.round, plan.lr, plan)
-    if method.probes and len(cohort):
+    if needs_gradients(method) and len(cohort):
         start = Sent(server.send, server.buffers, (), server.round)
         probed: Probed = yield ProbeRequest(cohort, start)
         cohort = probed.cohort
