@@ -50,15 +50,19 @@ def test_fedavg_by_hand_agrees_with_the_library(capsys):
     scored = Evaluator(
         net, (test_images * 16).round().to(torch.uint8), test_labels, transform, Classification()
     )
+    trainer = Trainer(net, (), SGD(), hand.BATCH, transform, 10)
     federation = Federation(
         method=FedAvg(),
-        executor=LoopExecutor(Trainer(net, (), SGD(), hand.BATCH, transform, 10), people, key),
+        net=net,
+        trainer=trainer,
+        population=people,
+        evaluator=scored,
+        executor=LoopExecutor(trainer, people, key),
         context=Context(net.layout, hand.CLIENTS, hand.ROUNDS, key),
         schedule=lambda t: Plan(hand.LR, hand.EPOCHS),
         participation=parse(f"count(clients={hand.COHORT})"),
         eligible=np.arange(hand.CLIENTS),
         key=key,
-        test=scored,
         rounds=hand.ROUNDS,
     )
     server, states = federation.begin()

@@ -19,6 +19,7 @@ from fedbasin.core.expressions import parse, text
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.round import Sent, TrainRequest
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
 from fedbasin.local import SGD, Trainer
@@ -26,7 +27,6 @@ from fedbasin.models.convolution import image_gradients, outputs_of, weight_grad
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.loop import Sent
 
 DEVICE = os.environ.get("FEDBASIN_TEST_DEVICE", "cuda")
 KEY = root(5)
@@ -88,7 +88,9 @@ def update_of(executor, epochs=2):
     vector, buffers = executor.trainer.net.initial()
     everyone = np.arange(len(executor.population.sizes))
     states = ClientStates((), vector)
-    gathered = executor.train(everyone, Sent(vector, buffers, (), 0), Plan(0.01, epochs), states)
+    gathered = executor.train(
+        [TrainRequest(everyone, Sent(vector, buffers, (), 0), Plan(0.01, epochs), states)]
+    )[0]
     return gathered.replies.models - vector
 
 

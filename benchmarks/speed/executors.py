@@ -23,13 +23,13 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.round import Sent, TrainRequest
 from fedbasin.data.transform import Transform
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.loop import Sent
 
 MODELS = (
     "logistic",
@@ -75,11 +75,15 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, object]:
         for name, executor in running.items():
             began = time.process_time()
             executor.train(
-                np.arange(CLIENTS),
-                Sent(vector, buffers, (), turn),
-                Plan(0.01, 1),
-                ClientStates((), vector),
-            )
+                [
+                    TrainRequest(
+                        np.arange(CLIENTS),
+                        Sent(vector, buffers, (), turn),
+                        Plan(0.01, 1),
+                        ClientStates((), vector),
+                    )
+                ]
+            )[0]
             if turn:
                 spent[name].append(1000 * (time.process_time() - began))
     steps = CLIENTS * ROWS // BATCH

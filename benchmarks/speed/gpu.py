@@ -32,6 +32,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.round import Sent, TrainRequest
 from fedbasin.data.transform import Transform
 from fedbasin.local import SGD, Trainer
 from fedbasin.local.batches import count_steps
@@ -39,7 +40,6 @@ from fedbasin.partition import Pool
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import CohortExecutor, Counters
-from fedbasin.sim.loop import Sent
 
 MODELS = {
     "fmnist_cnn": (1, 28, 28),
@@ -126,7 +126,9 @@ def seconds_of_rounds(executor, cohorts, plan):
     for number, cohort in enumerate(cohorts):
         torch.cuda.synchronize() if vector.is_cuda else None
         began = time.perf_counter()
-        gathered = executor.train(cohort, Sent(vector, buffers, (), number), plan, states)
+        gathered = executor.train(
+            [TrainRequest(cohort, Sent(vector, buffers, (), number), plan, states)]
+        )[0]
         float(gathered.train_loss)
         spent = time.perf_counter() - began
         steps = sum(count_steps(plan, int(n), 50) for n in executor.population.sizes[cohort])

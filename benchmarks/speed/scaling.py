@@ -52,13 +52,16 @@ def federation(clients: int, cohort: int):
     test = (torch.from_numpy(inputs[:1000]), torch.from_numpy(labels[:1000]))
     return Federation(
         method=parse("fedavg", "method"),
+        net=net,
+        trainer=trainer,
+        population=people,
+        evaluator=Evaluator(net, *test, transform, Classification()),
         executor=pick_executor(Experiment(), trainer, people, key),
         context=Context(net.layout, clients, 1_000_000, key),
         schedule=lambda round: Plan(0.1, 1),
         participation=parse(f"count(clients={cohort})", "participation"),
         eligible=np.arange(clients),
         key=key,
-        test=Evaluator(net, *test, transform, Classification()),
         rounds=1_000_000,
         evaluate_every=1_000_000,
     )
@@ -76,7 +79,7 @@ def cell(clients: int, cohort: int, rounds: int) -> dict[str, float]:
         next(going)
         spent.append(time.perf_counter() - began)
         used.append(time.process_time() - before)
-    people = made.executor.population
+    people = made.population
     held = sum(t.numel() * t.element_size() for t in (people.inputs, people.labels))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {

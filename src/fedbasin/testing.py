@@ -38,6 +38,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
 from fedbasin.core.protocols import needs_gradients, shared_prefix, state_from_prefix
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.round import ProbeRequest, Sent, Server, TrainRequest
 from fedbasin.core.rule import Finish, LocalRule, Start
 from fedbasin.core.state import load, same, save
 from fedbasin.core.task import Classification
@@ -47,8 +48,7 @@ from fedbasin.methods.fedavg import FedAvg
 from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Federation, LoopExecutor, Population
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.loop import Sent
-from fedbasin.sim.rounds import Diverged, Server
+from fedbasin.sim.rounds import Diverged
 
 _FEW_NUMBERS = 64  # bytes of scalars that travel beside models
 Law = Callable[[Method], None]
@@ -125,6 +125,10 @@ def toy_federation(
     )
     return Federation(
         method=method,
+        net=net,
+        trainer=trainer,
+        population=population,
+        evaluator=examiner(slice(56, 71)),
         executor=LoopExecutor(trainer, population, key),
         context=Context(
             net.layout,
@@ -143,7 +147,6 @@ def toy_federation(
         participation=parse(participation, "participation"),
         eligible=np.arange(6),
         key=key,
-        test=examiner(slice(56, 71)),
         rounds=rounds,
     )
 
@@ -191,11 +194,12 @@ def _one_round(
     context = federation.context.at(1, plan.lr, plan)
     cohort = np.sort(federation.key.fold("law", seed).numpy().permutation(6)[:4])
     if needs_gradients(method):
-        probe = federation.executor.probe(cohort, Sent(server.send, server.buffers, (), 1))
+        start = Sent(server.send, server.buffers, (), 1)
+        probe = federation.executor.probe([ProbeRequest(cohort, start)])[0]
         context = replace(context, probe=probe)
     shared = method.broadcast(server.state, server.send, context)
     sent = Sent(server.send, server.buffers, shared, 1)
-    gathered = federation.executor.train(cohort, sent, plan, states)
+    gathered = federation.executor.train([TrainRequest(cohort, sent, plan, states)])[0]
     return server.state, server.send, gathered.replies, context
 
 
@@ -388,9 +392,7 @@ def law_cohort_equals_loop(method: Method) -> None:
         settings.append({"optimiser": AdamW(), "keep_optimiser": True})
     for given in settings:
         loop = toy_federation(method, **given)
-        one = loop.executor
-        assert isinstance(one, LoopExecutor)
-        whole = CohortExecutor(one.trainer, one.population, one.key, compiled=False)
+        whole = CohortExecutor(loop.trainer, loop.population, loop.key, compiled=False)
         for a, b in zip(_servers(loop), _servers(replace(loop, executor=whole)), strict=True):
             under = f"{given['optimiser']}, round {a.round}"
             _close(a.send, b.send, f"{under}: the cohort executor sends another model")

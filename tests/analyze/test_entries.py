@@ -269,7 +269,7 @@ def test_weights_stay_on_three_clients_that_took_part(runs):
     assert np.sum(best, axis=0) == pytest.approx([1, 1])
     shot = subject.snapshots.get(4)
     share = shot.weights[[5, 1, 2]] / shot.weights[[5, 1, 2]].sum()
-    alone = build(BASE).test.score(shot.models[5])["loss"]  # all the weight on client 5
+    alone = build(BASE).evaluator.score(shot.models[5])["loss"]  # all the weight on client 5
     assert found.panels[0].values[0][2] == pytest.approx(alone, rel=1e-5)
     mark = found.panels[0].marks[0]
     assert (mark.x, mark.y) == pytest.approx((float(share[0]), float(share[1])))
@@ -429,7 +429,7 @@ def test_a_run_without_a_final_model_is_to_be_finished(runs, tmp_path):
 
 def test_training_rows_belong_to_the_clients_that_hold_them(runs):
     (subject,) = subjects(runs, "fedavg")
-    population = build(BASE).executor.population
+    population = build(BASE).population
     held = subject.data.train.labels[subject.data.owner == 2]
     assert torch.equal(held, population.shard(2).labels)
     assert torch.equal(subject.data.counts, population.class_counts(10))

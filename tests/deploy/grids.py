@@ -15,7 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedbasin.core.method import Method
 from fedbasin.core.rng import Key
-from fedbasin.deploy import Desk, FedbasinStrategy, app_of, strategy_of
+from fedbasin.deploy import Desk, FedbasinStrategy, Handling, Records, app_of, strategy_of
 from fedbasin.sim import Federation
 
 
@@ -105,6 +105,13 @@ def app_for(federation: Federation) -> ClientApp:
 
 def strategy_for(federation: Federation, method: Method, **settings) -> FedbasinStrategy:
     """A strategy that does what a simulation does."""
-    given = dict(fraction_evaluate=0, patience=5.0)
+    handling = {"patience": 5.0} | _taken(settings, ("guard", "stream", "patience"))
+    records = _taken(settings, ("folder", "checkpoint_every", "log"))
+    given = dict(fraction_evaluate=0, handling=Handling(**handling), records=Records(**records))
     federation = replace(federation, method=method)
     return strategy_of(federation, seed=0, **(given | settings))
+
+
+def _taken(settings: dict, names: Iterable[str]) -> dict:
+    """Take the settings of one object of the strategy's out of all settings."""
+    return {name: settings.pop(name) for name in names if name in settings}

@@ -51,7 +51,7 @@ def simulated(expression: str, **settings):
 def deployed(federation, **settings):
     strategy = strategy_for(federation, federation.method, **settings)
     grid = LocalGrid(app_for(federation), 6)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     result = strategy.start(grid, arrays, num_rounds=3, timeout=5)
     return strategy, grid, result
 
@@ -75,9 +75,13 @@ def test_three_rounds_equal_the_simulators(expression, participation):
             assert ours[path] == leaf, path
     for (_, sim), flower in zip(rounds, strategy.journal.records, strict=True):
         assert (flower.round, flower.replies, flower.dropped) == (sim.round, sim.replies, 0)
-        for name in ("accuracy", "loss", "accuracy_send", "train_loss", "lr", "update_norm"):
+        for name in ("train_loss", "lr", "update_norm"):
             expected = getattr(sim, name)
             assert getattr(flower, name) == (expected and pytest.approx(expected, rel=1e-6)), name
+        assert list(flower.metrics) == list(sim.metrics)
+        for name in ("accuracy", "loss", "accuracy_send"):
+            expected = sim.metric(name)
+            assert flower.metric(name) == (expected and pytest.approx(expected, rel=1e-6)), name
         assert flower.notes.keys() == sim.notes.keys()
         for name, note in sim.notes.items():
             assert flower.notes[name] == pytest.approx(note, rel=1e-6, abs=1e-9), name
@@ -125,7 +129,7 @@ def test_statistics_follow_their_policy(policy):
     grid = LocalGrid(app_for(federation), 6, seen)
     grid.contexts = {n: c for n, c in grid.contexts.items() if grid.client(n) in (0, 2)}
     strategy = strategy_for(federation, federation.method)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     result = strategy.start(grid, arrays, num_rounds=2, timeout=5)
     torch.testing.assert_close(strategy._server.send, server.send, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(strategy._server.buffers, server.buffers, rtol=1e-9, atol=1e-11)
@@ -158,7 +162,7 @@ def test_a_method_that_looks_at_each_reply_is_never_streamed():
 
 def test_node_ids_do_not_matter():
     federation, _ = simulated("scaffold")
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     ends = []
     for seed in (1, 2):
         grid = LocalGrid(app_for(federation), 6, shuffle=seed)
@@ -174,7 +178,7 @@ def test_bytes_are_what_the_simulator_predicts(expression):
     """Arrays carry a header of 128 bytes each, a tree its skeleton, a message some numbers."""
     federation, rounds = simulated(expression)
     strategy, grid, _ = deployed(federation)
-    parts = len(federation.test.net.layout.names)
+    parts = len(federation.net.layout.names)
     for (_, sim), flower in zip(rounds, strategy.journal.records, strict=True):
         for way in ("bytes_down", "bytes_up"):
             extra = getattr(flower, way) - getattr(sim, way)
@@ -219,7 +223,7 @@ def test_a_client_without_a_gradient_sits_the_round_out(caplog):
 
     grid.app = failing
     strategy = strategy_for(federation, federation.method)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     strategy.start(grid, arrays, num_rounds=1, timeout=5)
     assert strategy._cohort.collector.clients == {0, 1, 3, 4, 5}
     assert any("client 2 sends no gradient" in r.getMessage() for r in caplog.records)

@@ -52,7 +52,7 @@ def test_three_rounds_in_flowers_simulation_equal_ours(tmp_path):
             run = RunFolder(tmp_path / "runs" / f"{number}-{share}")
             assert run.model.exists(), f"{method}, {participation}: {log[-3000:]}"
             found = load_file(run.model)
-            expected = federation.test.net.state_dict(server.score, server.buffers)
+            expected = federation.net.state_dict(server.score, server.buffers)
             for name, tensor in expected.items():
                 torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-11)
             assert [r.replies for r in run.read_rounds()] == [6 if share == 0 else 3] * 3

@@ -19,10 +19,12 @@ from deploy.test_refusals import CULPRIT, FIRST, changed, run
 from flwr.app import Array, ArrayRecord, ConfigRecord
 
 from fedbasin.core.expressions import parse
-from fedbasin.core.method import Context, ReplyError
+from fedbasin.core.method import Context, Plan, ReplyError
 from fedbasin.core.rng import root
+from fedbasin.core.round import Returned, RoundSetup, Scoring, Server, Traffic, one_round
 from fedbasin.deploy import private
-from fedbasin.deploy.merge import Merger
+from fedbasin.deploy.keep import KeptByClients
+from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.replies import Collected, Guard
 from fedbasin.deploy.wire import (
     SKELETON,
@@ -33,7 +35,6 @@ from fedbasin.deploy.wire import (
     read_tree,
     write_tree,
 )
-from fedbasin.sim.rounds import Server
 from fedbasin.testing import replies_of, toy_federation
 
 
@@ -160,10 +161,23 @@ def test_the_first_to_answer_does_not_decide_how_reports_are_shaped(tree):
 
 def test_reports_that_are_all_wrong_cost_the_round_and_no_more(caplog):
     strategy = run("scaffold", reporting(set(range(6)), ((torch.zeros(3),),)))
-    start = toy_federation(parse("fedavg", "method")).test.net.initial()[0]
+    start = toy_federation(parse("fedavg", "method")).net.initial()[0]
     assert torch.equal(strategy._server.send, start) and strategy._server.round == 2
     assert [r.notes["merge_refused"] for r in strategy.journal.records] == [1, 1]
     assert sum("keeps its model" in r.getMessage() for r in caplog.records) == 2
+
+
+def merged(method, before, collected, context, guard=None):
+    """The server and the record after a round whose replies are given, and who was far."""
+    plan = Plan(0.1)
+    scoring = Scoring(rounds=1, test=None)
+    setup = RoundSetup(method, context, lambda _: plan, context.key, Lenient(), scoring)
+    steps = one_round(setup, before, collected.replies.clients.numpy(), KeptByClients())
+    next(steps)
+    found = gathered_of(collected, before.send, guard)
+    with pytest.raises(StopIteration) as end:
+        steps.send(Returned(found.gathered, Traffic()))
+    return *end.value.value, [client for client, _ in found.far]
 
 
 def test_a_state_that_is_not_finite_is_not_kept():
@@ -175,8 +189,8 @@ def test_a_state_that_is_not_finite_is_not_kept():
     before = Server(0, vector, vector, buffers, method.init(vector, context))
     replies = replies_of(torch.tensor([[1e25] * 4, [1.0] * 4]))
     collected = Collected(replies, torch.zeros(2, 0), torch.ones(2, dtype=torch.float64))
-    after, record, _ = Merger(method).merge(before, collected, context, lambda *_: None)
-    assert after is before and record.notes == {"merge_refused": 1.0}
+    after, record, _ = merged(method, before, collected, context)
+    assert after == replace(before, round=1) and record.notes == {"merge_refused": 1.0}
 
 
 def test_one_of_two_that_reports_oddly_does_not_get_the_other_refused():
@@ -189,7 +203,7 @@ def test_one_of_two_that_reports_oddly_does_not_get_the_other_refused():
         parse("scaffold", "method"), rounds=12, participation="count(clients=2)"
     )
     strategy = strategy_for(federation, federation.method)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     strategy.start(LocalGrid(app_for(federation), 6, silent), arrays, num_rounds=12, timeout=0.5)
     why = "its report is shaped unlike the other clients'"
     assert set(strategy.journal.refused) == {f"client {CULPRIT}: {why}"}
@@ -242,12 +256,11 @@ def test_a_far_update_brings_no_statistics_and_no_loss(action):
     )
     sent = torch.tensor([[1.0, 1, 2, 2], [1e6, 1e6, 50, 50], [3.0, 3, 4, 4]])
     collected = Collected(replies, sent, torch.tensor([1.0, 9e9, 2.0], dtype=torch.float64))
-    named = []
-    merger = Merger(parse("fedavg", "method"), guard=Guard(5.0, action))
+    before = Server(0, vector, vector, buffers, ())
     context = Context(codec.layout, 10, 1, root(0))
-    after, record, _ = merger.merge(
-        Server(0, vector, vector, buffers, ()), collected, context, lambda c, why: named.append(c)
-    )
+    fedavg = parse("fedavg", "method")
+    guard = Guard(5.0, action)
+    after, record, named = merged(fedavg, before, collected, context, guard)
     assert named == [7]
     torch.testing.assert_close(after.buffers, torch.tensor([2.5, 2.5, 3.5, 3.5]))
     assert record.train_loss == pytest.approx(1.75)

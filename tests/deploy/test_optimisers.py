@@ -15,7 +15,7 @@ from deploy.grids import LocalGrid, app_for, strategy_for
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbasin.core.expressions import parse
-from fedbasin.deploy import FedbasinStrategy, client_app
+from fedbasin.deploy import FedbasinStrategy, Handling, ServerSide, client_app
 from fedbasin.deploy.clients import TooFewNodes
 from fedbasin.local import SGD, AdamW, Shard
 from fedbasin.testing import toy_federation
@@ -35,7 +35,7 @@ def test_three_rounds_equal_the_simulators(method, optimiser, kept, where, tmp_p
     node = {"state-dir": str(tmp_path)} if where == "file" else {}
     grid = LocalGrid(app_for(federation), 6, node_config=node)
     strategy = strategy_for(federation, federation.method)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     strategy.start(grid, arrays, num_rounds=3, timeout=5)
     torch.testing.assert_close(strategy._server.send, server.send, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(strategy._server.score, server.score, rtol=1e-9, atol=1e-11)
@@ -50,7 +50,12 @@ def trained(method, rounds=1, **settings):
 
     rows = Shard(torch.arange(48.0).reshape(12, 4) / 48, torch.arange(12) % 3)
     app = client_app(model, lambda client, clients: rows, method, classes=3, **settings)
-    strategy = FedbasinStrategy(method, fraction_evaluate=0, patience=0.5, counts="plain")
+    strategy = FedbasinStrategy(
+        method,
+        fraction_evaluate=0,
+        server=ServerSide(counts="plain"),
+        handling=Handling(patience=0.5),
+    )
     arrays = ArrayRecord(model().state_dict())
     config = ConfigRecord({"lr": 0.05})
     grid = LocalGrid(app, 3)

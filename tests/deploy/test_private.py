@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 from fedbasin.core.expressions import parse
 from fedbasin.core.protocols import score_counts
 from fedbasin.core.rng import root
-from fedbasin.deploy import Desk, app_of, place, private
+from fedbasin.deploy import Desk, ServerSide, app_of, place, private
 from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.private import answer, gather
@@ -180,8 +180,10 @@ def test_fedwcm_with_private_counts_is_fedwcm(expression):
     server, states = federation.begin()
     plain = list(federation.rounds_from(server, states))[-1][0]
     grid = LocalGrid(app_for(federation), 6)
-    strategy = strategy_for(federation, federation.method, counts="private")
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    strategy = strategy_for(
+        federation, federation.method, server=ServerSide.of(federation, counts="private")
+    )
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     strategy.start(grid, arrays, num_rounds=3, timeout=5)
     assert strategy._context.class_counts is None
     torch.testing.assert_close(strategy._server.send, plain.send, rtol=1e-9, atol=1e-11)
@@ -195,8 +197,10 @@ def configs(message):
 
 def test_what_cannot_be_private_says_so():
     federation = toy_federation(parse("fedwcm", "method"), rounds=1)
-    strategy = strategy_for(federation, federation.method, counts="private")
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    strategy = strategy_for(
+        federation, federation.method, server=ServerSide.of(federation, counts="private")
+    )
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     with pytest.raises(ValueError, match="write momentum='scores' or momentum='fixed'"):
         strategy.start(LocalGrid(app_for(federation), 6), arrays, num_rounds=1, timeout=5)
     with pytest.raises(NotImplementedError, match="fedavg needs the clients' class counts"):

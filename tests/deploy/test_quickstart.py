@@ -14,7 +14,7 @@ from deploy.grids import LocalGrid
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import FedAvg
 
-from fedbasin.deploy import FedbasinStrategy
+from fedbasin.deploy import FedbasinStrategy, Handling
 from fedbasin.deploy.federation import LocalFederation
 
 APP = Path(__file__).parents[2] / "examples" / "flower_quickstart"
@@ -81,7 +81,7 @@ def test_other_methods_need_no_other_client(method, quickstart, caplog):
 
 
 def test_a_method_with_client_rules_says_what_it_needs(quickstart):
-    strategy = FedbasinStrategy("scaffold", min_train_nodes=1, patience=0.5)
+    strategy = FedbasinStrategy("scaffold", min_train_nodes=1, handling=Handling(patience=0.5))
     with pytest.raises(RuntimeError, match="0 of 1 replies"):
         started(strategy, quickstart, rounds=1, timeout=0.5)
     assert all("only fedbasin's ClientApp" in reason for reason in strategy.journal.refused)

@@ -19,7 +19,7 @@ from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse
 from fedbasin.core.net import Net
 from fedbasin.core.task import Classification
-from fedbasin.deploy import FedbasinStrategy, Guard, client_app
+from fedbasin.deploy import FedbasinStrategy, Guard, Handling, ServerSide, client_app
 from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.evaluation import mean_metrics
 from fedbasin.deploy.mail import Mailbox
@@ -98,7 +98,7 @@ def run(
     grid = LocalGrid(app_for(federation), 6, tamper)
     if prepare is not None:
         prepare(grid)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     strategy.start(grid, arrays, num_rounds=rounds, timeout=0.5)
     return strategy
 
@@ -166,7 +166,7 @@ def test_a_reply_that_cannot_be_read_costs_one_client_its_round(caplog):
         parse("fedavg", "method"), rounds=2, participation="fraction(rate=1.0)"
     )
     strategy = strategy_for(federation, federation.method)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     with caplog.at_level(logging.WARNING, "flwr"):
         strategy.start(Unreadable(app_for(federation), 6), arrays, num_rounds=2, timeout=0.5)
     assert [r.replies for r in strategy.journal.records] == [5, 5]
@@ -252,7 +252,7 @@ def test_a_late_reply_is_refused_in_the_next_round():
     )
     strategy = strategy_for(federation, federation.method)
     grid = Slow(app_for(federation), 6, tamper)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     strategy.start(grid, arrays, num_rounds=3, timeout=0.3)
     assert [r.replies for r in strategy.journal.records] == [5, 6, 6]
     assert strategy.journal.refused == {f"client {CULPRIT}: it came too late": 1}
@@ -261,7 +261,7 @@ def test_a_late_reply_is_refused_in_the_next_round():
 
 def test_a_round_whose_replies_weigh_nothing_changes_nothing():
     strategy = run(tamper=lambda c, r: [changed(r, num_examples=0)])
-    start = toy_federation(parse("fedavg", "method")).test.net.initial()[0]
+    start = toy_federation(parse("fedavg", "method")).net.initial()[0]
     assert torch.equal(strategy._server.send, start)
     assert [r.replies for r in strategy.journal.records] == [6, 6]
 
@@ -477,7 +477,7 @@ def test_a_client_that_comes_back_under_a_new_node_goes_on():
     )
     strategy = strategy_for(federation, federation.method)
     grid = LocalGrid(app_for(federation), 6, tamper)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     strategy.start(grid, arrays, num_rounds=2, timeout=0.3)
     assert [r.replies for r in strategy.journal.records] == [5, 6]
     assert strategy._cohort.asked[CULPRIT] == 9999
@@ -486,7 +486,7 @@ def test_a_client_that_comes_back_under_a_new_node_goes_on():
 def test_another_method_on_the_client_is_an_error_that_names_both(caplog):
     federation = toy_federation(parse("fedavg", "method"), participation="fraction(rate=1.0)")
     strategy = strategy_for(federation, parse("wima(window=2)", "method"), patience=0.5)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     with caplog.at_level(logging.WARNING, "flwr"), pytest.raises(TooFewNodes):
         strategy.start(LocalGrid(app_for(federation), 6), arrays, num_rounds=1, timeout=0.3)
     assert any(
@@ -516,8 +516,9 @@ def test_evaluation_on_clients_is_a_weighted_mean():
     model = strategy._server.score
     total = 0.0
     for client in range(6):
-        rows = federation.executor.population.shard(client)
-        test = Evaluator(federation.test.net, *rows, federation.test.transform, Classification())
+        rows = federation.population.shard(client)
+        here = federation.evaluator
+        test = Evaluator(federation.net, *rows, here.transform, Classification())
         total += test.score(model)["loss"] * len(rows.labels)
     assert strategy.journal.records[0].notes["clients_loss"] == pytest.approx(total / 41)
     assert set(strategy.journal.records[0].notes) == {"clients_loss", "clients_accuracy"}
@@ -525,12 +526,13 @@ def test_evaluation_on_clients_is_a_weighted_mean():
 
 def test_settings_that_cannot_work_are_refused_at_once():
     federation = toy_federation(parse("fedlaw", "method"))
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
-    with pytest.raises(ValueError, match="give proxy="):
-        strategy = strategy_for(federation, federation.method, context=None)
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
+    with pytest.raises(ValueError, match=r"give server=ServerSide\(proxy="):
+        bare = replace(ServerSide.of(federation), context=None)
+        strategy = strategy_for(federation, federation.method, server=bare)
         strategy.start(LocalGrid(app_for(federation), 6), arrays)
     with pytest.raises(ValueError, match="needs recalibrate="):
-        strategy_for(federation, federation.method, buffers="recalibrate")
+        strategy_for(replace(federation, buffers="recalibrate"), federation.method)
     with pytest.raises(ValueError, match="checkpoint_every"):
         strategy_for(federation, federation.method, checkpoint_every=0)
 
@@ -558,7 +560,12 @@ def test_parts_that_do_not_learn_must_be_the_servers(scale, caplog):
     server = seeded()
     with torch.no_grad():
         server.body.weight *= scale
-    strategy = FedbasinStrategy("fedavg", net=Net(server), fraction_evaluate=0, patience=0.5)
+    strategy = FedbasinStrategy(
+        "fedavg",
+        fraction_evaluate=0,
+        server=ServerSide(net=Net(server)),
+        handling=Handling(patience=0.5),
+    )
     arrays, grid = ArrayRecord(server.state_dict()), LocalGrid(app, 3)
     config = ConfigRecord({"lr": 0.1})
     if scale == 1:
@@ -588,7 +595,7 @@ def test_gradients_that_are_lost_are_asked_for_again(lost):
 
     federation = toy_federation(parse("mime", "method"), rounds=1)
     strategy = strategy_for(federation, federation.method, patience=0.5)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     grid = Lossy(app_for(federation), 6)
     if lost == 1:
         strategy.start(grid, arrays, num_rounds=1, timeout=0.3)

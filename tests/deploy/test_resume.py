@@ -22,7 +22,7 @@ from fedbasin.core.method import ReplyError
 from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.sink import Sink, SinkError
 from fedbasin.core.state import same
-from fedbasin.deploy import FedbasinStrategy, Guard
+from fedbasin.deploy import FedbasinStrategy, Guard, Records, ServerSide
 from fedbasin.deploy.keep import OwnState
 from fedbasin.deploy.wire import Refused
 from fedbasin.testing import toy_federation
@@ -46,7 +46,7 @@ def federation_of(expression):
 
 def start(federation, grid, folder, rounds=4, **settings):
     strategy = strategy_for(federation, federation.method, folder=folder, **settings)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     result = strategy.start(grid, arrays, num_rounds=rounds, timeout=0.5)
     return strategy, result
 
@@ -123,8 +123,10 @@ def test_the_folder_of_another_method_is_refused(tmp_path):
 def test_the_folder_of_another_seed_is_refused(tmp_path):
     federation = federation_of("fedavg")
     start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
-    other = FedbasinStrategy("fedavg", seed=7, folder=tmp_path, net=federation.test.net)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    other = FedbasinStrategy(
+        "fedavg", seed=7, records=Records(tmp_path), server=ServerSide(net=federation.net)
+    )
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     with pytest.raises(RecordError, match="seed is 0, here it is 7; give the same seed or choose"):
         other.start(LocalGrid(app_for(federation), 6), arrays, num_rounds=2, timeout=0.5)
 
@@ -132,8 +134,10 @@ def test_the_folder_of_another_seed_is_refused(tmp_path):
 def test_the_folder_of_another_number_of_clients_is_refused(tmp_path):
     federation = federation_of("fedavg")
     start(federation, LocalGrid(app_for(federation), 6), tmp_path, rounds=1)
-    other = FedbasinStrategy("fedavg", folder=tmp_path, net=federation.test.net)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    other = FedbasinStrategy(
+        "fedavg", records=Records(tmp_path), server=ServerSide(net=federation.net)
+    )
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     seven = LocalGrid(telling(), 6, node_config={"num-partitions": 7})
     told = "number of clients is 6, here it is 7; give the same number of clients or choose another"
     with pytest.raises(RecordError, match=told):
@@ -291,7 +295,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path):
 def test_a_strategy_that_is_started_twice_begins_twice():
     federation = federation_of("scaffold")
     strategy = strategy_for(federation, federation.method)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     grid, found = LocalGrid(app_for(federation), 6), []
     for _ in range(2):
         strategy.start(grid, arrays, num_rounds=2, timeout=0.5)
@@ -337,4 +341,4 @@ def test_a_sink_gets_every_round_once_and_one_that_fails_loses_nothing(tmp_path)
 
 def test_a_sink_needs_a_folder():
     with pytest.raises(ValueError, match="log needs a folder"):
-        FedbasinStrategy("fedavg", log=[print])
+        Records(log=[print])

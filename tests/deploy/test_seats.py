@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -178,9 +179,9 @@ def test_a_node_with_a_name_takes_its_seat_among_nameless_ones():
     del grid.contexts[first[0]]
     grid.add(1, 7777)  # client 1 of 3, which is a number that a nameless node has
     federation = toy_federation(parse("fedavg", "method"))
-    population = federation.executor.population
+    population = federation.population
     three = Population(population.inputs, population.labels, population.offsets[[0, 2, 4, 6]])
-    object.__setattr__(federation.executor, "population", three)
+    federation = replace(federation, population=three)
     grid.app = app_for(federation)
     found = clients.online()
     assert found == {0: first[1], 1: 7777, 2: first[2]}
@@ -203,13 +204,13 @@ def test_a_second_node_of_one_client_waits_until_the_first_is_gone(caplog):
 
 def test_clients_without_rows_have_a_seat_too():
     federation = toy_federation(parse("fedwcm", "method"), rounds=1)
-    population = federation.executor.population
+    population = federation.population
     ends = population.offsets.copy()
     ends[-2] = ends[-1]  # the last client holds nothing
     bare = Population(population.inputs, population.labels, ends)
-    object.__setattr__(federation.executor, "population", bare)
+    federation = replace(federation, population=bare)
     strategy = strategy_for(federation, federation.method, patience=1.0)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     strategy.start(LocalGrid(app_for(federation), 6), arrays, num_rounds=1, timeout=0.5)
     assert strategy._context.class_counts.sum(1).tolist() == np.diff(ends).tolist()
     assert 5 not in strategy._clients.online() and 5 in strategy._clients.online(empty=True)
@@ -259,7 +260,7 @@ def test_who_comes_first_does_not_decide_how_many_clients_there_are():
     grid.contexts[first].node_config["num-partitions"] = 99
     federation = toy_federation(parse("fedavg", "method"), rounds=1)
     strategy = strategy_for(federation, federation.method)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     strategy.start(grid, arrays, num_rounds=1, timeout=0.5)
     assert strategy._clients.total == 6 and len(strategy.journal.records) == 1
 
@@ -290,6 +291,6 @@ def test_a_count_of_clients_is_waited_for_when_a_node_dies():
         parse("fedavg", "method"), rounds=2, participation="count(clients=6)"
     )
     strategy = strategy_for(federation, federation.method, patience=1.0)
-    arrays = ArrayRecord(federation.test.net.state_dict(*federation.test.net.initial()))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     with pytest.raises(TooFewNodes, match="5 clients are connected, 6 are needed"):
         strategy.start(Dies(app_for(federation), 6), arrays, num_rounds=2, timeout=0.5)

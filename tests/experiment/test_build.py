@@ -128,8 +128,8 @@ def test_models_are_scored_on_the_clients_rows_where_that_is_asked_for():
         if record.round % 2:
             assert record.metric("accuracy_train") is None and record.metric("accuracy") is None
             continue
-        inputs = found.test.transform(rows.inputs, None)
-        guess = found.test.net(server.score, inputs, server.buffers).logits.argmax(1)
+        inputs = found.evaluator.transform(rows.inputs, None)
+        guess = found.net(server.score, inputs, server.buffers).logits.argmax(1)
         right = (guess == rows.labels).double().mean().item()
         assert (
             record.metric("accuracy_train") == pytest.approx(right)
@@ -198,7 +198,7 @@ def test_clients_without_rows_are_never_asked():
 @pytest.mark.parametrize("augment", [False, True])
 def test_augmentation_is_of_training_alone_and_only_where_asked(augment):
     found = build(Experiment(model="logistic", data=DataConfig(augment=augment)))
-    trainer, rows = found.executor.trainer, found.test.inputs[:32]
+    trainer, rows = found.trainer, found.evaluator.inputs[:32]
     plain, drawn = (trainer.transform(rows, key) for key in (None, root(0).tensor()))
     assert torch.equal(plain, drawn) != augment
 

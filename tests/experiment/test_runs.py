@@ -66,10 +66,8 @@ def test_the_shipped_model_scores_what_the_summary_says(finished):
     summary, out = finished
     federation = build(SMALL)
     shipped = read(out / "model.safetensors")
-    vector = federation.test.net.layout.flat(
-        {n: shipped[n] for n in federation.test.net.layout.names}
-    )
-    assert federation.test.score(vector)["accuracy"] == summary["accuracy_last"]
+    vector = federation.net.layout.flat({n: shipped[n] for n in federation.net.layout.names})
+    assert federation.evaluator.score(vector)["accuracy"] == summary["accuracy_last"]
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_another_run(finished, tmp_path):
@@ -270,16 +268,14 @@ def test_proxy_rows_are_neither_trained_on_nor_scored():
         counts = np.bincount(federation.context.proxy.labels.numpy(), minlength=10)
         assert counts.tolist() == [4] * 10
         plain = build(SMALL)
-        lost_train = len(plain.executor.population.labels) - len(
-            federation.executor.population.labels
-        )
-        lost_test = plain.test.size - federation.test.size
+        lost_train = len(plain.executor.population.labels) - len(federation.population.labels)
+        lost_test = plain.evaluator.size - federation.evaluator.size
         assert (lost_train, lost_test) == ((40, 0) if source == "train" else (0, 40))
 
 
 def test_the_long_tail_is_cut_before_the_partition():
     federation = build(replace(SMALL, data=DataConfig(imbalance=0.1)))
-    counts = federation.executor.population.class_counts(10).sum(0)
+    counts = federation.population.class_counts(10).sum(0)
     assert counts[9] / counts[0] == pytest.approx(0.1, abs=0.02)
     assert (counts[:-1] >= counts[1:]).all()
 
@@ -287,7 +283,7 @@ def test_the_long_tail_is_cut_before_the_partition():
 def test_inputs_are_normalised_as_asked():
     ranges = {}
     for name in ("dataset", "symmetric", "unit"):
-        test = build(replace(SMALL, data=DataConfig(normalise=name))).test
+        test = build(replace(SMALL, data=DataConfig(normalise=name))).evaluator
         inputs = test.transform(test.inputs, None)
         ranges[name] = (float(inputs.min()), float(inputs.max()))
     assert ranges["symmetric"] == (-1.0, 1.0) and ranges["unit"] == (0.0, 1.0)
@@ -356,7 +352,7 @@ def test_recalibration_renews_batchnorm_statistics():
     federation = build(settings)
     server, states = federation.begin()
     after, _ = next(iter(federation.rounds_from(server, states)))
-    proxy, net = federation.context.proxy, federation.test.net
+    proxy, net = federation.context.proxy, federation.net
     inputs = proxy.transform(proxy.inputs, None)
     trained = net(after.score, inputs, after.buffers, training=True).logits
     scored = net(after.score, inputs, after.buffers).logits

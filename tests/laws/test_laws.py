@@ -139,12 +139,13 @@ def test_methods_of_the_mean_alone_stream_and_others_do_not(card):
 def test_a_client_without_rows_spoils_nothing(card):
     """Executors leave such clients out; whoever lets one in gets no NaN from it."""
     federation = toy_federation(card.make(), participation="count(clients=6)")
-    people = federation.executor.population
+    people = federation.population
     rows = [np.arange(lo, hi) for lo, hi in itertools.pairwise((0, 16, 25, 32, 37, 41))]
     empty = np.array([], dtype=np.int64)
     people = Population.of(people.inputs.numpy(), people.labels.numpy(), [*rows, empty])
     federation = replace(
         federation,
+        population=people,
         executor=replace(federation.executor, population=people),
         context=replace(federation.context, class_counts=people.class_counts(3)),
     )

@@ -28,7 +28,7 @@ class Living:
 
     def __init__(self, federation, beta, decay, mu=0.0):
         self.federation, self.mu = federation, mu
-        self.population = federation.executor.population
+        self.population = federation.population
         self.modules = [Small().double() for _ in federation.eligible]
         self.optimisers = [
             torch.optim.SGD(module.parameters(), lr=1.0, momentum=beta, weight_decay=decay)
@@ -37,7 +37,7 @@ class Living:
 
     def models(self):
         """Yield the mean of the clients' models, by their rows, after each round."""
-        server = self.federation.test.net.initial()[0]
+        server = self.federation.net.initial()[0]
         for round in range(self.federation.rounds):
             cohort = self.federation.cohort(round)[1].tolist()
             ends = torch.stack([self.train(round, client, server) for client in cohort])

@@ -144,7 +144,7 @@ def test_balanced_rows_draw_every_owned_class_alike_and_keep_the_steps():
 def test_balanced_rows_leave_steps_and_weights_of_the_merge_alone():
     plain, ours = (toy_federation(FedCM(local=local)) for local in ((), BalancedRows()))
     for a, b in ((plain, ours), (plain, cohort_of(ours))):
-        replies = [f.executor.train(f.eligible, *sent(f)).replies for f in (a, b)]
+        replies = [f.executor.train([request(f)])[0].replies for f in (a, b)]
         assert replies[0].steps.tolist() == replies[1].steps.tolist()
         assert replies[0].weights.tolist() == replies[1].weights.tolist()
         assert not torch.equal(replies[0].models, replies[1].models)
@@ -157,12 +157,13 @@ def cohort_of(federation):
     )
 
 
-def sent(federation):
-    from fedbasin.sim.loop import Sent
+def request(federation):
+    from fedbasin.core.round import Sent, TrainRequest
 
     server, states = federation.begin()
     shared = federation.method.broadcast(server.state, server.send, federation.context)
-    return Sent(server.send, server.buffers, shared, 0), federation.schedule(0), states
+    sent = Sent(server.send, server.buffers, shared, 0)
+    return TrainRequest(federation.eligible, sent, federation.schedule(0), states)
 
 
 COMPOSED = ["focal(2)", "balanced_rows", "balanced_softmax", "class_balanced", "logit_adjusted"]

@@ -223,7 +223,7 @@ def test_fednova_counts_nesterov_steps_beside_a_pull():
 def torch_clients_of_a_run(federation, make):
     """FedAvg whose clients each have torch's own optimiser for the whole run."""
     server, _ = federation.begin()
-    net, people = federation.test.net, federation.executor.population
+    net, people = federation.net, federation.executor.population
     modules, optimisers = {}, {}
     vector = server.send
     sent = []

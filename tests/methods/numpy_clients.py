@@ -26,8 +26,8 @@ class NumpyClients:
 
     def __init__(self, federation):
         self.federation = federation
-        self.population = federation.executor.population
-        self.start = federation.test.net.initial()[0].numpy()
+        self.population = federation.population
+        self.start = federation.net.initial()[0].numpy()
         self.sizes = self.population.sizes
         self.count = len(self.sizes)
 
@@ -59,7 +59,7 @@ class NumpyClients:
         plan = self.federation.schedule(round)
         inputs, labels = self.rows(client)
         key = client_key(self.federation.key, round, client).tensor()
-        size = self.federation.executor.trainer.batch
+        size = self.federation.trainer.batch
         for index in batches(key, plan, len(labels), size):
             yield inputs[index.numpy()], labels[index.numpy()]
 

@@ -111,11 +111,11 @@ def test_with_all_classes_in_equal_numbers_it_is_fedavg_with_balanced_rows():
     runs = []
     for method in (BalanceFL(noise=True, entropy=0.0), FedAvg(local=BalancedRows())):
         federation = toy_federation(method)
-        population = federation.executor.population
+        population = federation.population
         labels = torch.arange(len(population.labels)) % 3
         even = replace(population, labels=labels, offsets=np.arange(0, 42, 6))
         executor = replace(federation.executor, population=even)
-        federation = replace(federation, executor=executor)
+        federation = replace(federation, population=even, executor=executor)
         runs.append([s.send for s, _ in federation.rounds_from(*federation.begin())])
     for ours, plain in zip(*runs, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fedbasin.core.expressions import parse
+from fedbasin.core.round import Sent, TrainRequest
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.loop import Sent
 from fedbasin.testing import toy_federation
 
 
@@ -31,6 +31,9 @@ def test_the_compiled_step_gives_what_the_loop_gives(text):
     shared = method.broadcast(server.state, server.send, federation.context.at(1, 0.1))
     sent = Sent(server.send, server.buffers, shared, 1)
     plan = federation.schedule(1)
-    a, b = (e.train(federation.eligible[:1], sent, plan, states).replies for e in (one, whole))
+    a, b = (
+        e.train([TrainRequest(federation.eligible[:1], sent, plan, states)])[0].replies
+        for e in (one, whole)
+    )
     torch.testing.assert_close(a.models, b.models, rtol=1e-9, atol=1e-12)
     assert whole.facts()["shapes_compiled"] > 0

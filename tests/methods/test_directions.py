@@ -13,10 +13,10 @@ from methods.numpy_clients import NumpyClients, linear_federation, unit
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.protocols import needs_gradients
+from fedbasin.core.round import ProbeRequest, Sent
 from fedbasin.local import SGD
 from fedbasin.local.step import Point, step
 from fedbasin.local.train import Received
-from fedbasin.sim.loop import Sent
 
 CLIENT = 1  # nine rows, present in the first rounds of the toy federation
 
@@ -45,12 +45,14 @@ def one_direction(source, at_start=False):
     server, states = federation.begin()
     for after, _ in federation.rounds_from(server, states):
         server = after
-    trainer, shard = federation.executor.trainer, federation.executor.population.shard(CLIENT)
+    trainer, shard = federation.trainer, federation.population.shard(CLIENT)
     plan = federation.schedule(3)
     context = federation.context.at(3, plan.lr, plan)
     cohort = np.array([CLIENT, 3])
     if needs_gradients(method):
-        probe = federation.executor.probe(cohort, Sent(server.send, server.buffers, (), 3))
+        probe = federation.executor.probe(
+            [ProbeRequest(cohort, Sent(server.send, server.buffers, (), 3))]
+        )[0]
         context = context.__class__(**{**context.__dict__, "probe": probe})
     shared = method.broadcast(server.state, server.send, context)
     own = states.get(CLIENT)

@@ -61,9 +61,10 @@ def test_local_momentum_does_not_survive_a_round():
 
 def test_one_step_on_all_rows_is_gradient_descent_on_everything():
     federation = linear_federation(FedAvg(), rounds=3, participation="count(clients=6)")
-    trainer = replace(federation.executor.trainer, batch=1000)
+    trainer = replace(federation.trainer, batch=1000)
     executor = replace(federation.executor, trainer=trainer)
-    federation = replace(federation, executor=executor, schedule=lambda _: Plan(0.2, None, 1))
+    federation = replace(federation, trainer=trainer, executor=executor)
+    federation = replace(federation, schedule=lambda _: Plan(0.2, None, 1))
     world = NumpyClients(federation)
     v, shards = world.start, [world.rows(c) for c in range(6) if world.sizes[c]]
     inputs, labels = (np.concatenate(parts) for parts in zip(*shards, strict=True))

@@ -92,13 +92,14 @@ def test_counted_by_rows_the_momentum_grows_without_bound_where_batches_are_not_
     norms = {}
     for counted in ("steps", "rows"):
         federation = linear_federation(FedCM(counted=counted), rounds=30)
-        population = federation.executor.population
+        population = federation.population
         shards = [np.arange(5 * i, 5 * i + 5) for i in range(6)]
         population = type(population).of(
             population.inputs.numpy(), population.labels.numpy(), shards
         )
         federation = replace(
             federation,
+            population=population,
             executor=replace(federation.executor, population=population),
             eligible=np.arange(6),
             schedule=lambda t: Plan(1e-9, 2),  # steps too small to move
@@ -132,9 +133,13 @@ def full_batch(method, plan, rounds, sgd=None):
     federation = linear_federation(
         method, rounds=rounds, participation="count(clients=6)", optimiser=sgd or SGD()
     )
-    executor = federation.executor
-    trainer = replace(executor.trainer, batch=64)
-    return replace(federation, schedule=lambda t: plan, executor=replace(executor, trainer=trainer))
+    trainer = replace(federation.trainer, batch=64)
+    return replace(
+        federation,
+        schedule=lambda t: plan,
+        trainer=trainer,
+        executor=replace(federation.executor, trainer=trainer),
+    )
 
 
 def mean_gradient(world, at):

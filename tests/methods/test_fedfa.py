@@ -22,12 +22,12 @@ from methods.numpy_network import (
 
 from fedbasin.core.method import Plan
 from fedbasin.core.rng import root
+from fedbasin.core.round import Sent, TrainRequest
 from fedbasin.core.vectors import Layout
 from fedbasin.methods import FedAvg, FedFA
 from fedbasin.methods.fedfa import Report, SharedAnchors
 from fedbasin.methods.parts.heads import Head
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.loop import Sent
 from fedbasin.testing import toy_federation, trajectory
 
 
@@ -172,7 +172,8 @@ def test_an_unfinished_epoch_renews_anchors_once():
     for executor in (one, CohortExecutor(one.trainer, one.population, one.key, False)):
         shared = method.broadcast(server.state, server.send, federation.context)
         sent = Sent(server.send, server.buffers, shared, 0)
-        gathered = executor.train(np.array([3]), sent, Plan(0.0, None, 3), states)
+        request = TrainRequest(np.array([3]), sent, Plan(0.0, None, 3), states)
+        gathered = executor.train([request])[0]
         reports.append(gathered.replies.report(Report).anchors[0].numpy())
     world = NumpyNetworkClients(federation)
     a = np.eye(3, 5)

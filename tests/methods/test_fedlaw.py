@@ -414,7 +414,7 @@ def test_three_clients_find_the_best_point_of_the_simplex():
     """A linear model's loss is convex in lambda: a grid over the simplex knows the optimum."""
     federation = linear_federation(FedAvg())
     context = federation.context.at(0, 0.1)
-    start = federation.test.net.initial()[0]
+    start = federation.net.initial()[0]
     ends = start + torch.from_numpy(np.random.default_rng(1).normal(0, 2.0, (3, 15)))
     replies, sizes = replies_of(ends, [1, 5, 1]), np.array([1, 5, 1]) / 7
     found = FedLAW("lambda", lr=0.3).aggregate((), start, replies, context)[0].notes
@@ -597,8 +597,9 @@ def test_the_proxy_loss_uses_the_statistics_that_go_with_the_merged_model(policy
         module = Normalised()
     federation = toy_federation(Watching(), module=module, participation="count(clients=2)")
     federation = replace(federation, buffers=policy, eligible=np.arange(3))  # no batch of one row
-    batch = replace(federation.executor.trainer, batch=16)
-    federation = replace(federation, executor=replace(federation.executor, trainer=batch))
+    trainer = replace(federation.trainer, batch=16)
+    executor = replace(federation.executor, trainer=trainer)
+    federation = replace(federation, trainer=trainer, executor=executor)
     server, states = federation.begin()
     for after, _ in federation.rounds_from(server, states):
         assert torch.equal(STATISTICS[-1], after.buffers)

@@ -183,7 +183,7 @@ def test_balanced_data_make_it_fedcm_to_the_bit(score, momentum):
 def test_fedwcm_x_with_equal_data_is_fedwcm_to_the_bit():
     federation = linear_federation(FedWCM(), participation="count(clients=6)")
     shards = [np.arange(7 * i, 7 * i + 7) for i in range(5)]
-    population = federation.executor.population
+    population = federation.population
     inputs, labels = population.inputs.numpy(), population.labels.numpy()
     population = type(population).of(inputs, labels, shards)
     counts = population.class_counts(3)
@@ -195,6 +195,7 @@ def test_fedwcm_x_with_equal_data_is_fedwcm_to_the_bit():
                 replace(
                     federation,
                     method=method,
+                    population=population,
                     executor=replace(federation.executor, population=population),
                     context=replace(federation.context, class_counts=counts),
                     eligible=np.arange(5),

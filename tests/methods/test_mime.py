@@ -92,12 +92,13 @@ def test_one_step_is_gradient_descent_on_the_cohorts_objective_whatever_the_batc
 def test_identical_clients_with_full_batches_make_mime_and_lite_the_same(momentum):
     def federation(method):
         made = linear_federation(method, participation="count(clients=6)")
-        shard = made.executor.population.shard(0)
+        shard = made.population.shard(0)
         alike = Population(
             shard.inputs.repeat(6, 1), shard.labels.repeat(6), np.arange(7) * len(shard.labels)
         )
-        trainer = replace(made.executor.trainer, batch=16)
-        return replace(made, executor=replace(made.executor, trainer=trainer, population=alike))
+        trainer = replace(made.trainer, batch=16)
+        executor = replace(made.executor, trainer=trainer, population=alike)
+        return replace(made, trainer=trainer, population=alike, executor=executor)
 
     same_models(federation(Mime(momentum)), federation(MimeLite(momentum)))
 

@@ -95,11 +95,12 @@ def gradient_at_the_end(method, rounds):
     federation = linear_federation(
         method, rounds=rounds, participation="count(clients=6)", optimiser=SGD(weight_decay=decay)
     )
-    executor = federation.executor
+    trainer = replace(federation.trainer, batch=64)
     federation = replace(
         federation,
         schedule=lambda t: Plan(0.5, None, 8),
-        executor=replace(executor, trainer=replace(executor.trainer, batch=64)),
+        trainer=trainer,
+        executor=replace(federation.executor, trainer=trainer),
     )
     world = NumpyClients(federation)
     last = models(federation)[-1]

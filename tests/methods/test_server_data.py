@@ -97,7 +97,7 @@ def case(method, seed=0):
     federation = linear_federation(method, seed=seed)
     context = federation.context.at(2, 0.1)
     rng = np.random.default_rng(seed)
-    server = federation.test.net.initial()[0]
+    server = federation.net.initial()[0]
     models = server + 0.5 * torch.from_numpy(rng.normal(size=(4, 15)))
     replies = replies_of(models, weights=[3.0, 1.0, 0.0, 5.0], clients=[4, 0, 2, 1])
     proxy = context.proxy
@@ -433,9 +433,9 @@ def test_the_rows_the_server_learns_from_are_neither_trained_on_nor_scored(sourc
         )
         federation = build(experiment)
         parts[rows] = (
-            len(federation.executor.population.labels),
+            len(federation.population.labels),
             0 if federation.context.proxy is None else federation.context.proxy.size,
-            federation.test.size,
+            federation.evaluator.size,
         )
     trained, none, scored = parts[0]
     assert none == 0

@@ -12,6 +12,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import keys_tensor, root, torch_draws_from
+from fedbasin.core.round import ProbeRequest, Sent, TrainRequest
 from fedbasin.core.tree import tensors
 from fedbasin.data.transform import Transform
 from fedbasin.experiment import ConfigError, Experiment, build
@@ -24,7 +25,6 @@ from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import LADDER, CohortExecutor, Counters, Unsupported, rung
 from fedbasin.sim.lane import Lane, Progress, cloned, in_place
-from fedbasin.sim.loop import Sent
 from fedbasin.sim.memory import client_bytes, free_bytes
 from fedbasin.sim.survey import gradients
 from fedbasin.sim.tracing import Compiled
@@ -94,7 +94,9 @@ def trained(executor, plan, rules=(), cohort=(0, 1, 2, 3), rounds=2):
     states = ClientStates(executor.zero_state(vector), vector)
     for t in range(rounds):
         shared = tuple(() for _ in rules)
-        gathered = executor.train(np.array(cohort), Sent(vector, buffers, shared, t), plan, states)
+        gathered = executor.train(
+            [TrainRequest(np.array(cohort), Sent(vector, buffers, shared, t), plan, states)]
+        )[0]
         states.put(cohort, gathered.own, t)
         vector = gathered.replies.models.mean(0)
     return gathered
@@ -183,8 +185,15 @@ def test_a_run_compiles_a_handful_of_shapes_and_never_again():
     for t in range(6):
         who = np.array([[0, 1, 2], [1, 2, 3], [0, 2, 3]][t % 3])
         cohort.train(
-            who, Sent(vector, buffers, (), t), Plan(0.1 / (t + 1), 2), ClientStates((), vector)
-        )
+            [
+                TrainRequest(
+                    who,
+                    Sent(vector, buffers, (), t),
+                    Plan(0.1 / (t + 1), 2),
+                    ClientStates((), vector),
+                )
+            ]
+        )[0]
         seen.append(cohort.counters.compiled)
     assert seen[0] > 0
     assert seen[-1] == seen[2] <= 2  # one client, and any number more
@@ -199,9 +208,8 @@ def test_fewer_epochs_need_no_further_compiling_and_train_as_ever():
     who, seen = np.array([0, 2, 3]), []
     for t, epochs in enumerate((3, 2, 1, 4)):
         sent, plan = Sent(vector, buffers, (), t), Plan(0.1, epochs)
-        ours, theirs = (
-            each.train(who, sent, plan, ClientStates((), vector)).replies for each in (cohort, loop)
-        )
+        request = TrainRequest(who, sent, plan, ClientStates((), vector))
+        ours, theirs = (each.train([request])[0].replies for each in (cohort, loop))
         torch.testing.assert_close(ours.models, theirs.models, rtol=1e-9, atol=1e-12)
         assert ours.steps.tolist() == theirs.steps.tolist()
         seen.append(cohort.counters.compiled)
@@ -270,7 +278,7 @@ def test_batchnorm_falls_back_to_the_loop_or_says_why():
         build(replace(base, sim=SimConfig(executor="cohort")))
     federation = build(base)
     with pytest.raises(Unsupported):
-        CohortExecutor(federation.executor.trainer, federation.executor.population, KEY)
+        CohortExecutor(federation.trainer, federation.population, KEY)
 
 
 def test_client_states_are_kept_apart():
@@ -314,15 +322,17 @@ def test_a_probe_is_cut_into_the_chunks_of_training(monkeypatch):
         return gradients(trainer, population, clients, sent)
 
     monkeypatch.setattr("fedbasin.sim.cohort.gradients", watched)
-    wanted, most = loop.probe(who, sent), 3
+    wanted, most = loop.probe([ProbeRequest(who, sent)])[0], 3
     for chunk, cut in ((0, [[3, 0, 2]]), (2, [[3, 0], [2]]), (1, [[3], [0], [2]])):
         seen.clear()
-        found = replace(cohort, chunk=chunk, counters=Counters()).probe(who, sent)
+        found = replace(cohort, chunk=chunk, counters=Counters()).probe([ProbeRequest(who, sent)])[
+            0
+        ]
         torch.testing.assert_close(found.gradients, wanted.gradients)
         assert found.weights.tolist() == wanted.weights.tolist() and seen == cut
     most = 1
     with pytest.warns(UserWarning, match=r"ran out of memory; going on with [21]\b"):
-        found = replace(cohort, counters=Counters()).probe(who, sent)
+        found = replace(cohort, counters=Counters()).probe([ProbeRequest(who, sent)])[0]
     torch.testing.assert_close(found.gradients, wanted.gradients)
 
 
@@ -381,7 +391,7 @@ def test_a_step_in_place_is_the_step(backend):
     _, cohort = executors("mlp(widths=(4,))", (1, 2, 2), optimiser=SGD(0.9, 0.01))
     vector, buffers = cohort.trainer.net.initial()
     sent, steps = Sent(vector, buffers, (), 0), np.array([4, 1])
-    course, _ = cohort._course(np.array([0, 1]), steps, sent, Plan(0.1, 1))
+    course, _ = cohort._course(np.array([0, 1]), steps, sent, Plan(0.1, 1), KEY)
     point = Point(vector.expand(2, -1), cohort._fresh(vector, 2), buffers[None], ())
     point = point._replace(buffers=buffers.expand(2, -1))
     progress = cloned(Progress(point, vector.new_zeros(2, 4), torch.zeros((), dtype=torch.int64)))

@@ -15,7 +15,7 @@ from fedbasin.testing import toy_federation
 
 
 def test_several_models_in_one_pass_score_as_each_does_alone():
-    examiner = replace(toy_federation(FedAvg()).test, rows_at_once=4)
+    examiner = replace(toy_federation(FedAvg()).evaluator, rows_at_once=4)
     vector = examiner.net.initial()[0]
     models = [vector, vector + 0.3, -vector]
     together = examiner.scores(models, last=True)
@@ -33,7 +33,7 @@ def test_several_models_in_one_pass_score_as_each_does_alone():
 
 
 def test_a_class_without_rows_has_no_accuracy():
-    examiner = toy_federation(FedAvg()).test
+    examiner = toy_federation(FedAvg()).evaluator
     held = examiner.labels != 1
     examiner = replace(examiner, inputs=examiner.inputs[held], labels=examiner.labels[held])
     per_class = examiner.score(examiner.net.initial()[0], last=True)["accuracy_per_class"]

@@ -13,12 +13,12 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Served
 from fedbasin.core.net import Net
 from fedbasin.core.protocols import NeedsGradients
+from fedbasin.core.round import Sent, TrainRequest
 from fedbasin.core.rule import DrawsRows, LocalRule, Setting, check_rules
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.local.step import summed_gradient
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.loop import Sent
 from fedbasin.sim.participation import draw_cohort
 from fedbasin.sim.population import Population
 from fedbasin.testing import toy_federation
@@ -78,7 +78,8 @@ def gathered(federation, cohort):
     server, states = federation.begin()
     shared = federation.method.broadcast(server.state, server.send, federation.context)
     sent = Sent(server.send, server.buffers, shared, 0)
-    return federation.executor.train(cohort, sent, federation.schedule(0), states)
+    request = TrainRequest(cohort, sent, federation.schedule(0), states)
+    return federation.executor.train([request])[0]
 
 
 def test_every_hook_does_the_same_in_both_engines():
@@ -125,7 +126,8 @@ def test_a_rule_is_told_the_round_and_what_its_client_holds_and_does():
     for federation in both(FedAvg(local=Told())):
         server, states = federation.begin()
         sent, plan = Sent(server.send, server.buffers, ((),), 3), federation.schedule(3)
-        replies = federation.executor.train(np.array([5, 2, 0]), sent, plan, states).replies
+        request = TrainRequest(np.array([5, 2, 0]), sent, plan, states)
+        replies = federation.executor.train([request])[0].replies
         found, sizes = replies.reports[0], np.array([1, 7, 16])
         passes = -(-sizes // 4)
         assert replies.clients.tolist() == [5, 2, 0]
@@ -134,7 +136,7 @@ def test_a_rule_is_told_the_round_and_what_its_client_holds_and_does():
         assert found.epoch_steps.tolist() == passes.tolist()
         assert found.steps.tolist() == found.taken.tolist() == (plan.epochs * passes).tolist()
         np.testing.assert_allclose(found.lr_sum, plan.lr * plan.epochs * passes)
-        counts = federation.executor.population.class_counts(3)[[5, 2, 0]]
+        counts = federation.population.class_counts(3)[[5, 2, 0]]
         assert found.class_counts.tolist() == counts.tolist()
 
 
@@ -160,19 +162,15 @@ def test_each_rule_uploads_what_the_one_before_it_would_have():
 def test_clients_of_the_same_rows_and_rounds_of_the_same_model_draw_other_batches():
     everything = np.arange(41)
     for federation in both(FedAvg()):
-        people = federation.executor.population
+        people = federation.population
         people = Population.of(people.inputs.numpy(), people.labels.numpy(), [everything] * 2)
         executor = replace(federation.executor, population=people)
         server, states = federation.begin()
+        plan = federation.schedule(0)
+        sent = [Sent(server.send, server.buffers, (), round) for round in (0, 1)]
+        requests = [TrainRequest(np.arange(2), each, plan, states) for each in sent]
         models = [
-            model
-            for round in (0, 1)
-            for model in executor.train(
-                np.arange(2),
-                Sent(server.send, server.buffers, (), round),
-                federation.schedule(0),
-                states,
-            ).replies.models
+            model for gathered in executor.train(requests) for model in gathered.replies.models
         ]
         assert all(not torch.equal(a, b) for a, b in itertools.combinations(models, 2))
 
@@ -189,9 +187,11 @@ def test_rows_are_drawn_in_proportion_to_their_chances():
     labels = executor.population.shard(0).labels
     counts = torch.zeros(3)
     for round in range(200):
-        sent = Sent(*federation.test.net.initial(), ((),), round)
+        sent = Sent(*federation.net.initial(), ((),), round)
         plan = federation.schedule(0)
-        course, _ = executor._course(federation.eligible[:1], np.array([8]), sent, plan)
+        course, _ = executor._course(
+            federation.eligible[:1], np.array([8]), sent, plan, executor.key
+        )
         counts += torch.bincount(labels[course.rows[course.real]], minlength=3)
     present = torch.bincount(labels, minlength=3) > 0
     share = counts / counts.sum()
@@ -221,7 +221,7 @@ def test_a_probe_gathers_the_full_gradients_before_training():
     inputs = torch.cat([s.inputs for s in shards]).double() / 255
     labels = torch.cat([s.labels for s in shards])
     leaf = server.send.clone().requires_grad_()
-    torch.nn.functional.cross_entropy(loop.test.net(leaf, inputs).logits, labels).backward()
+    torch.nn.functional.cross_entropy(loop.net(leaf, inputs).logits, labels).backward()
     torch.testing.assert_close(a.send, server.send - 0.1 * leaf.grad, rtol=1e-9, atol=1e-12)
     _, without = next(iter(toy_federation(FedAvg()).rounds_from(*loop.begin())))
     models = len(clients) * server.send.numel() * 8

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedbasin.core.method import Plan
+from fedbasin.core.rng import Key
+from fedbasin.core.round import ProbeRequest, Sent, TrainRequest
 from fedbasin.core.tree import tensors
 from fedbasin.experiment import Experiment, LocalConfig, PartitionConfig, SimConfig, run
 from fedbasin.local import SGD
@@ -25,7 +27,6 @@ from fedbasin.methods import FedAvg, Scaffold
 from fedbasin.sim import LoopExecutor
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.loop import Sent
 from fedbasin.testing import toy_federation
 
 ray = pytest.importorskip("ray", reason="needs the extra ray: pip install 'fedbasin[ray]'")
@@ -122,8 +123,9 @@ class Mortal(LoopExecutor):
 
     folder: Path = Path()
 
-    def train(self, cohort, sent, plan, states):
-        gathered = super().train(cohort, sent, plan, states)
+    def train(self, requests):
+        gathered = super().train(requests)
+        cohort, sent = requests[0].cohort, requests[0].sent
         deaths = len(list(self.folder.iterdir()))
         if 0 in cohort and ((sent.round == 1 and not deaths) or sent.round == 3):
             (self.folder / str(deaths)).touch()
@@ -149,16 +151,17 @@ def test_statistics_come_back_and_an_engines_own_error_is_raised_as_it_is(cluste
     """With BatchNorm; batches of 4 leave one row over for clients of 9, 5 and 1 rows."""
     layers = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
     base = toy_federation(FedAvg(), module=layers)
-    vector, buffers = base.test.net.initial()
+    vector, buffers = base.net.initial()
     states = ClientStates((), vector)
     who, sent, plan = np.array([4, 0, 2]), Sent(vector, buffers, (), 0), Plan(0.1, 2)
-    expected = base.executor.train(who, sent, plan, states)
+    request = TrainRequest(who, sent, plan, states, Key(5))  # not the executor's own randomness
+    expected = base.executor.train([request])[0]
     spread = on_ray(base, LoopExecutor, workers=2)
     with closing(spread):
-        found = spread.executor.train(who, sent, plan, states)
-        probed = spread.executor.probe(who, sent)
+        found = spread.executor.train([request])[0]
+        probed = spread.executor.probe([ProbeRequest(who, sent)])[0]
         with pytest.raises(ValueError, match=r"^client 5: BatchNorm cannot train"):
-            spread.executor.train(np.array([0, 5]), sent, plan, states)
+            spread.executor.train([request._replace(cohort=np.array([0, 5]))])
         with monkeypatch.context() as patch, pytest.raises(ClusterError, match="'torch': '0'"):
             patch.setattr(ray_executor, "versions", lambda: {"torch": "0"})
             spread.executor._introduced(ray.put(ray_executor.Ready("loop", {"torch": "1"})))
@@ -166,7 +169,7 @@ def test_statistics_come_back_and_an_engines_own_error_is_raised_as_it_is(cluste
     for name in ("models", "weights", "steps", "lr_sum", "effective_steps", "last_loss"):
         torch.testing.assert_close(getattr(found.replies, name), getattr(expected.replies, name))
     torch.testing.assert_close(found.buffers, expected.buffers)
-    wanted = base.executor.probe(who, sent)
+    wanted = base.executor.probe([ProbeRequest(who, sent)])[0]
     torch.testing.assert_close(probed.gradients, wanted.gradients)
     assert probed.weights.tolist() == wanted.weights.tolist() == [3, 16, 7]
     assert not torch.equal(found.buffers[0], found.buffers[1])

@@ -9,13 +9,16 @@ import torch
 from torch import nn
 
 from fedbasin.core.expressions import parse
-from fedbasin.core.method import Served
+from fedbasin.core.method import Plan, Served
 from fedbasin.core.protocols import shared_prefix
 from fedbasin.core.record import RunFolder
+from fedbasin.core.rng import root
+from fedbasin.core.round import Probed, ProbeRequest, Returned, Traffic, one_round
 from fedbasin.core.state import read
 from fedbasin.local import Prox
-from fedbasin.methods import FedAvg, FedProx, Scaffold
+from fedbasin.methods import FedAvg, FedProx, Mime, Scaffold
 from fedbasin.sim import Diverged, Interrupted, run
+from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.run import _stop_after_round, start_from_prefix
 from fedbasin.testing import toy_federation
 
@@ -44,6 +47,39 @@ def test_methods_see_the_same_start_cohorts_and_batches():
 def test_seeds_share_neither_model_nor_cohorts():
     a, b = (toy_federation(FedAvg(), seed=s) for s in (0, 1))
     assert not torch.isclose(a.begin()[0].send, b.begin()[0].send).any()
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Scaffold(), Mime()], ids=str)
+@pytest.mark.parametrize("matrix", [False, True], ids=["loop", "cohort"])
+def test_rounds_of_several_runs_may_be_answered_together(method, matrix):
+    """Each request has its own model, rate, client states and randomness."""
+    first = toy_federation(method)
+    other = replace(first, key=root(5), schedule=lambda round: Plan(0.05, 1))
+    runs = [first, other]
+    executor = first.executor
+    if matrix:
+        executor = CohortExecutor(first.trainer, first.population, first.key, compiled=False)
+    alone = [models(run) for run in runs]
+    held = [run.begin() for run in runs]
+    for round in range(3):
+        cohorts = [run.cohort(round)[1] for run in runs]
+        steps = [
+            one_round(run.setup(), server, cohort, states)
+            for run, (server, states), cohort in zip(runs, held, cohorts, strict=True)
+        ]
+        requests = [next(step) for step in steps]
+        if isinstance(requests[0], ProbeRequest):
+            probes = executor.probe(requests)
+            answers = [Probed(c, probe) for c, probe in zip(cohorts, probes, strict=True)]
+            requests = [step.send(a) for step, a in zip(steps, answers, strict=True)]
+        for n, gathered in enumerate(executor.train(requests)):
+            with pytest.raises(StopIteration) as end:
+                steps[n].send(Returned(gathered, Traffic()))
+            server, states = end.value.value[0], held[n][1]
+            states.put(cohorts[n].tolist(), gathered.own, round)
+            held[n] = (server, states)
+            torch.testing.assert_close(server.send, alone[n][round], rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(alone[0][0], alone[1][0])
 
 
 def test_bytes_are_what_a_federation_would_move():
@@ -179,14 +215,18 @@ def test_statistics_follow_their_policy():
     assert torch.equal(before, after.buffers)
     federation, before, after = statistics("mean")
     assert not torch.equal(before, after.buffers)
-    from fedbasin.sim.loop import Sent
+    from fedbasin.core.round import Sent, TrainRequest
     from fedbasin.sim.participation import draw_cohort
 
     cohort = draw_cohort(federation.participation, federation.eligible, federation.key, 0)
     server, states = federation.begin()
     gathered = federation.executor.train(
-        cohort, Sent(server.send, server.buffers, (), 0), federation.schedule(0), states
-    )
+        [
+            TrainRequest(
+                cohort, Sent(server.send, server.buffers, (), 0), federation.schedule(0), states
+            )
+        ]
+    )[0]
     expected = np.average(
         gathered.buffers.numpy(), axis=0, weights=gathered.replies.weights.numpy()
     )
@@ -206,7 +246,7 @@ def test_statistics_are_renewed_for_the_model_that_is_scored():
 def test_statistics_travel_with_every_model():
     federation = statistics("mean")[0]
     (record,) = records(federation)
-    size = 8 * sum(part.numel() for part in federation.test.net.initial())
+    size = 8 * sum(part.numel() for part in federation.net.initial())
     assert (record.bytes_down, record.bytes_up) == (2 * size, 2 * (size + 24))
 
 
@@ -275,7 +315,7 @@ def test_a_run_writes_its_folder(tmp_path):
     assert summary["loss_last"] == found[-1].metric("loss")
     last = models(federation)[-1]
     shipped = read(folder.model)
-    flat = torch.cat([shipped[n].reshape(-1) for n in federation.test.net.layout.names])
+    flat = torch.cat([shipped[n].reshape(-1) for n in federation.net.layout.names])
     assert torch.equal(flat, last)
 
 

@@ -9,6 +9,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
+from fedbasin.core.round import Sent, TrainRequest
 from fedbasin.data.transform import Transform
 from fedbasin.local import SGD, Trainer
 from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum
@@ -20,7 +21,6 @@ from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.lane import Lane, in_place, repeated
-from fedbasin.sim.loop import Sent
 
 KEY = root(7)
 SIZES = (20, 17, 24)  # as many steps for each, which is one graph to compile
@@ -59,7 +59,9 @@ def update_of(make, mixed=False, side=8, model="resnet8"):
     executor = make(Trainer(net, (), SGD(0.9, 1e-3), 8, transform, 10, clip=10.0), people, KEY)
     vector, buffers = net.initial()
     states, everyone = ClientStates((), vector), np.arange(len(SIZES))
-    gathered = executor.train(everyone, Sent(vector, buffers, (), 0), Plan(0.05, 2), states)
+    gathered = executor.train(
+        [TrainRequest(everyone, Sent(vector, buffers, (), 0), Plan(0.05, 2), states)]
+    )[0]
     return gathered.replies.models - vector
 
 
@@ -111,7 +113,8 @@ def copies_of_a_step(rules, shared):
     vector, buffers = net.initial()
     everyone = np.arange(2)
     sent = Sent(vector, buffers, tuple(each(vector) for each in shared), 0)
-    executor.train(everyone, sent, Plan(0.05, 1), ClientStates(executor.zero_state(vector), vector))
+    states = ClientStates(executor.zero_state(vector), vector)
+    executor.train([TrainRequest(everyone, sent, Plan(0.05, 1), states)])
     return seen[0]
 
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from fedbasin.core.method import Plan
+from fedbasin.core.rng import Key
+from fedbasin.core.round import Sent, TrainRequest
 from fedbasin.experiment import ConfigError, Experiment, build
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
 from fedbasin.methods import Scaffold
 from fedbasin.sim import LoopExecutor
 from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.loop import Sent
 from fedbasin.sim.workers import WorkerError, WorkerExecutor, shared_out
 
 CONVOLUTIONS = Experiment(
@@ -66,10 +67,14 @@ def test_a_cohort_may_be_smaller_or_larger_than_before(workers):
     vector, buffers = executor.trainer.net.initial()
     states = ClientStates(loop.zero_state(vector), vector)
     shared = Scaffold().broadcast(Scaffold().init(vector, workers.context), vector, workers.context)
-    for cohort in ([3], [0, 1, 2, 3, 4, 5, 6, 7], [5, 2]):
-        sent = Sent(vector, buffers, shared, 0)
-        ours = executor.train(np.array(cohort), sent, Plan(0.1, 1), states)
-        theirs = loop.train(np.array(cohort), sent, Plan(0.1, 1), states)
+    sent = Sent(vector, buffers, shared, 0)
+    cohorts = ([3], [0, 1, 2, 3, 4, 5, 6, 7], [5, 2])
+    requests = [  # the last two bring randomness of their own
+        TrainRequest(np.array(cohort), sent, Plan(0.1, 1), states, key)
+        for cohort, key in zip(cohorts, (None, Key(1), Key(2)), strict=True)
+    ]
+    found = zip(cohorts, executor.train(requests), loop.train(requests), strict=True)
+    for cohort, ours, theirs in found:
         assert ours.replies.clients.tolist() == cohort
         torch.testing.assert_close(ours.replies.models, theirs.replies.models)
 
@@ -100,8 +105,14 @@ def test_a_clients_own_error_comes_back_and_the_next_round_goes_well(workers):
     states = ClientStates(executor.zero_state(vector), vector)
     good = Sent(vector, buffers, shared, 0)
     with pytest.raises(ValueError, match="expected a vector of"):
-        executor.train(np.array([0, 1, 2]), good._replace(vector=vector[1:]), Plan(0.1, 1), states)
-    again = executor.train(np.array([4, 5]), good, Plan(0.1, 1), states)
+        executor.train(
+            [
+                TrainRequest(
+                    np.array([0, 1, 2]), good._replace(vector=vector[1:]), Plan(0.1, 1), states
+                )
+            ]
+        )[0]
+    again = executor.train([TrainRequest(np.array([4, 5]), good, Plan(0.1, 1), states)])[0]
     assert again.replies.clients.tolist() == [4, 5]
     assert bool((again.replies.models != vector).any(1).all())
 

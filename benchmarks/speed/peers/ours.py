@@ -53,13 +53,16 @@ class Ours:
         executor = pick_executor(experiment, trainer, population, key)
         self.federation = Federation(
             method=parse("fedavg", "method"),
+            net=net,
+            trainer=trainer,
+            population=population,
+            evaluator=Evaluator(net, *test, transform, Classification()),
             executor=executor,
             context=Context(net.layout, shape.clients, 1_000_000, key, batch=shape.batch),
             schedule=lambda round: Plan(shape.lr, 1),
             participation=parse(f"count(clients={shape.cohort})", "participation"),
             eligible=np.arange(shape.clients),
             key=key,
-            test=Evaluator(net, *test, transform, Classification()),
             rounds=1_000_000,
             evaluate_every=1_000_000,
         )
@@ -73,7 +76,7 @@ class Ours:
         networks.synchronise(self.device)
 
     def accuracy(self):
-        return self.federation.test.score(self.server.score, self.server.buffers)["accuracy"]
+        return self.federation.evaluator.score(self.server.score, self.server.buffers)["accuracy"]
 
 
 if __name__ == "__main__":

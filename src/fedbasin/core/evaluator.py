@@ -134,6 +134,10 @@ class Evaluator:
         """The metric that runs are compared by."""
         return self.metrics[0].headline
 
+    def with_buffers(self, buffers: Tensor) -> Evaluator:
+        """Return the same rows, for models with other statistics."""
+        return replace(self, buffers=buffers)
+
     def sample(self, count: int, key: Key) -> tuple[Evaluator, Tensor]:
         """Return at most so many rows, drawn without replacement (0: all), and which they are."""
         rows = torch.arange(len(self))

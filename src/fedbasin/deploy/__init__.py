@@ -3,12 +3,16 @@
 from fedbasin.deploy.app import first_arrays, nested, strategy_of, write_app
 from fedbasin.deploy.client import Desk, app_of, client_app, place
 from fedbasin.deploy.replies import Guard
+from fedbasin.deploy.settings import Handling, Records, ServerSide
 from fedbasin.deploy.strategy import FedbasinStrategy
 
 __all__ = [
     "Desk",
     "FedbasinStrategy",
     "Guard",
+    "Handling",
+    "Records",
+    "ServerSide",
     "app_of",
     "client_app",
     "first_arrays",

@@ -12,6 +12,7 @@ from typing import Any
 from flwr.app import ArrayRecord
 
 from fedbasin.core.rng import root
+from fedbasin.deploy.settings import ServerSide
 from fedbasin.deploy.strategy import FedbasinStrategy
 from fedbasin.sim import Federation
 
@@ -59,24 +60,20 @@ def strategy_of(federation: Federation, *, seed: int, **settings: Any) -> Fedbas
     Args:
         federation: what was simulated.
         seed: with which seed.
-        settings: further arguments of `FedbasinStrategy`, which win.
+        settings: further arguments of `FedbasinStrategy`, which win. ``server`` replaces what
+            `ServerSide.of` makes of the federation.
     """
     if root(seed) != federation.key:
         raise ValueError(f"the federation was built with another seed than {seed}")
     same: dict[str, Any] = dict(
         participation=str(federation.participation),
         seed=seed,
-        net=federation.test.net,
-        schedule=federation.schedule,
-        context=federation.context,
-        test=federation.test,
-        buffers=federation.buffers,
-        recalibrate=federation.recalibrate,
+        server=ServerSide.of(federation),
     )
     return FedbasinStrategy(federation.method, **(same | settings))
 
 
 def first_arrays(federation: Federation) -> ArrayRecord:
     """Return the initial model of a simulated federation as Flower takes it."""
-    net = federation.test.net
+    net = federation.net
     return ArrayRecord(net.state_dict(*net.initial()))

@@ -83,14 +83,13 @@ class Desk:
             counts: whether it shows its class counts in plain.
         """
         client, clients = place(context)
-        executor: Any = federation.executor  # loop or cohort: both hold a trainer and the rows
         if rows is None:
-            known = len(executor.population)
+            known = len(federation.population)
             if clients != known:
                 raise Refused(f"the node counts {clients} clients, the settings {known}")
-            rows = executor.population.shard(client)
+            rows = federation.population.shard(client)
         method = str(federation.method)
-        return cls(method, executor.trainer, rows, client, clients, counts=counts)
+        return cls(method, federation.trainer, rows, client, clients, counts=counts)
 
 
 def as_floats(raw: Tensor, key: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from flwr.app import ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedbasin.deploy.mail import Mailbox
+from fedbasin.deploy.mail import GaveUp, Mailbox
 from fedbasin.deploy.wire import Refused, fault, number, the_record
 
 ASK = "fedbasin-ask"  # the key that says what a query is about
@@ -90,7 +90,7 @@ class Clients:
 
     def online(self, *, empty: bool = False) -> dict[int, int]:
         """Return the node of every client that is online and holds data, or is `empty`."""
-        nodes = list(self.mail.grid.get_node_ids())
+        nodes = self.mail.nodes()
         listed = set(nodes)
         new = [n for n in nodes if n not in self._seats]
         if new:
@@ -108,6 +108,18 @@ class Clients:
         seat = self._seats.get(node)
         return None if seat is None else seat.client
 
+    def send(self, messages: Sequence[Message]) -> dict[str, int]:
+        """Send messages; return the node of each by the message's id."""
+        return self.mail.send(messages)
+
+    def replies(self, sent: dict[str, int], timeout: float) -> Iterator[Message | GaveUp]:
+        """Yield replies as they arrive, and which messages are given up."""
+        return self.mail.replies(sent, timeout)
+
+    def late(self) -> list[int]:
+        """Return the nodes whose replies to earlier messages have come by now."""
+        return [node for node, _ in self.mail.stragglers()]
+
     def ask(
         self, nodes: Mapping[int, int], content: RecordDict, timeout: float
     ) -> tuple[dict[int, RecordDict], dict[int, str]]:
@@ -118,11 +130,10 @@ class Clients:
         whose = {node: client for client, node in nodes.items()}
         found: dict[int, RecordDict] = {}
         failed = dict.fromkeys(nodes, "it was not reached")
-
-        def gave_up(node: int, reason: str) -> None:
-            failed[whose[node]] = reason
-
-        for reply in self.mail.replies(sent, timeout, gave_up):
+        for reply in self.mail.replies(sent, timeout):
+            if isinstance(reply, GaveUp):
+                failed[whose[reply.node]] = reply.reason
+                continue
             client = whose[sent[reply.metadata.reply_to_message_id]]
             if reply.has_error():
                 failed[client] = fault(reply)
@@ -179,7 +190,9 @@ class Clients:
         def enough() -> bool:
             return 0 <= 2 * self._slowest < time.monotonic() - now - _GRACE
 
-        for reply in self.mail.replies(sent, waits, lambda node, reason: None, enough=enough):
+        for reply in self.mail.replies(sent, waits, enough):
+            if isinstance(reply, GaveUp):
+                continue  # asked again at a later look
             self._slowest = max(self._slowest, time.monotonic() - now)
             answered.add(reply.metadata.reply_to_message_id)
             node = sent[reply.metadata.reply_to_message_id]
@@ -197,8 +210,7 @@ class Clients:
                 odd.add(node)
                 _log.warning("node %d is left out, for what it says of itself: %s", node, reason)
         self._open = {i: n for i, n in sent.items() if i not in answered}
-        for message_id in self._open:  # still waited for, so its answer is no late reply
-            self.mail.late.pop(message_id, None)
+        self.mail.still_awaited(self._open)
         if self.anonymous:
             self._number(nameless)
         for node in due:
@@ -241,7 +253,7 @@ class Clients:
 
     def _number_all(self, least: int) -> bool:
         """Where as many nodes as are needed are there and none says who it is, number them."""
-        listed = set(self.mail.grid.get_node_ids())
+        listed = set(self.mail.nodes())
         # An error may pass: only who was asked twice, so that its pause has grown, cannot say.
         nodes = [n for n in self._nameless if n in listed and self._pause[n][1] > _FIRST_PAUSE]
         if self.anonymous or self._seats or len(nodes) < max(least, 1):
@@ -257,7 +269,7 @@ class Clients:
 
     def _number(self, nodes: Iterable[int]) -> None:
         """Give nodes that cannot say who they are the numbers that are free."""
-        online = set(self.mail.grid.get_node_ids())
+        online = set(self.mail.nodes())
         taken = {seat.client for node, seat in self._seats.items() if node in online}
         free = iter(sorted(set(range(self.total)) - taken))
         for node in sorted(nodes):

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedbasin.core.method import Plan
 from fedbasin.core.tree import tensors
 from fedbasin.deploy.clients import Clients, TooFewNodes
+from fedbasin.deploy.mail import GaveUp
 from fedbasin.deploy.replies import Collector
 from fedbasin.deploy.wire import Refused, content_bytes, fault, write_tree
 
@@ -96,11 +97,18 @@ class Cohort:
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
         """Yield replies as they arrive, and ask again while there are too few."""
-        mail, began, said = self.clients.mail, time.monotonic(), -10.0
-        sent = mail.send(messages)
+        began = time.monotonic()
+        said = -10.0
+        sent = self.clients.send(messages)
         while True:
             self._sent |= sent
-            yield from mail.replies(sent, self.timeout, self._gave_up)
+            for found in self.clients.replies(sent, self.timeout):
+                if isinstance(found, GaveUp):
+                    self._gave_up(found.node, found.reason)
+                    continue
+                reply = [found]
+                del found  # or two models would be in memory while the next one arrives
+                yield reply.pop()
             self._outvote(last=False)
             missing = self.least - self.collector.agreed()
             if missing <= 0:
@@ -120,7 +128,7 @@ class Cohort:
                     missing,
                     self.least,
                 )
-            sent = mail.send(self._again(missing))
+            sent = self.clients.send(self._again(missing))
             if not sent:
                 time.sleep(1)
 
@@ -157,9 +165,10 @@ class Cohort:
         for client in self.collector.outvoted(last=last):
             self.refuse(client, self.asked[client], why)
 
-    def late(self, node: int) -> None:
-        """Count and name a reply to an earlier round; its client may answer this one."""
-        self._name(self.clients.client(node), node, "it came too late")
+    def name_late(self) -> None:
+        """Count and name replies to earlier rounds; their clients may answer this one."""
+        for node in self.clients.late():
+            self._name(self.clients.client(node), node, "it came too late")
 
     def _name(self, client: int | None, node: int, reason: str) -> None:
         who, reason = f"node {node}" if client is None else f"client {client}", reason[:_LONGEST]

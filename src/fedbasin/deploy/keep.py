@@ -34,6 +34,14 @@ class Kept:
     after: Any
 
 
+class KeptByClients:
+    """The clients' states as a federation's server sees them: not at all."""
+
+    def get(self, client: int) -> tuple[Any, ...]:
+        """Raise: a server never asks."""
+        raise LookupError(f"client {client} keeps its state itself")
+
+
 class OwnState:
     """One client's state in one federation.
 

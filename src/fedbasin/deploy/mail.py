@@ -8,7 +8,7 @@ node that went offline is not waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import Message
@@ -16,6 +16,14 @@ from flwr.serverapp import Grid
 from google.protobuf.message import DecodeError
 
 _ONLINE_EVERY = 5.0  # seconds between looks at who is online
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """A message that is not waited for any more."""
+
+    node: int
+    reason: str
 
 
 @dataclass
@@ -32,6 +40,10 @@ class Mailbox:
     poll: float = 0.3
     late: dict[str, int] = field(default_factory=dict)
 
+    def nodes(self) -> list[int]:
+        """Return the nodes that are online."""
+        return list(self.grid.get_node_ids())
+
     def send(self, messages: Sequence[Message]) -> dict[str, int]:
         """Send messages; return the node of each by the message's id."""
         if not messages:
@@ -45,10 +57,9 @@ class Mailbox:
         self,
         sent: dict[str, int],
         timeout: float,
-        gave_up: Callable[[int, str], None],
         enough: Callable[[], bool] = lambda: False,
-    ) -> Iterator[Message]:
-        """Yield replies until there are `enough`; say which nodes were given up, and why."""
+    ) -> Iterator[Message | GaveUp]:
+        """Yield replies, and which messages are given up, until there are `enough`."""
         waiting = dict(sent)
         deadline = time.monotonic() + timeout
         looked = time.monotonic()
@@ -59,7 +70,7 @@ class Mailbox:
                 idle &= not arrived and why is None
                 if why is not None:
                     waiting.pop(message_id, None)
-                    gave_up(sent[message_id], why)
+                    yield GaveUp(sent[message_id], why)
                 while arrived:
                     waiting.pop(message_id, None)
                     yield arrived.pop(0)  # no name keeps it alive while the next one comes
@@ -67,12 +78,13 @@ class Mailbox:
             if not waiting:
                 return
             if now > deadline or enough():
-                self._give_up(waiting, list(waiting), f"no reply in {timeout:g} s", gave_up)
+                yield from self._give_up(waiting, list(waiting), f"no reply in {timeout:g} s")
                 return
             if now - looked > _ONLINE_EVERY:
-                looked, online = now, set(self.grid.get_node_ids())
+                looked = now
+                online = set(self.nodes())
                 gone = [i for i, node in waiting.items() if node not in online]
-                self._give_up(waiting, gone, "the node went offline", gave_up)
+                yield from self._give_up(waiting, gone, "the node went offline")
             if idle:
                 time.sleep(self.poll)
 
@@ -99,14 +111,15 @@ class Mailbox:
                 del self.late[message_id]
             yield from ((node, reply) for reply in arrived if not reply.has_error())
 
-    def _give_up(
-        self,
-        waiting: dict[str, int],
-        lost: Sequence[str],
-        reason: str,
-        gave_up: Callable[[int, str], None],
-    ) -> None:
+    def still_awaited(self, message_ids: Iterable[str]) -> None:
+        """Take back that messages were given up: their replies are not late."""
+        for message_id in message_ids:
+            self.late.pop(message_id, None)
+
+    def _give_up(self, waiting: dict[str, int], lost: Sequence[str], reason: str) -> list[GaveUp]:
+        nodes = []
         for message_id in lost:
             node = waiting.pop(message_id)
             self.late[message_id] = node
-            gave_up(node, reason)
+            nodes.append(node)
+        return [GaveUp(node, reason) for node in nodes]

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +22,13 @@ from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.lock import alone_in
-from fedbasin.core.record import Headline, RecordError, RoundRecord, RunFolder, scores_of
+from fedbasin.core.record import Headline, RecordError, RoundRecord, RunFolder
+from fedbasin.core.round import Server, summary_of
 from fedbasin.core.sink import Log
 from fedbasin.core.state import load, read, save, write
 from fedbasin.core.tree import Leaf
-from fedbasin.sim.rounds import Server
-from fedbasin.sinks import Target, sinks_of
+from fedbasin.deploy.settings import Records
+from fedbasin.sinks import sinks_of
 
 _log = logging.getLogger("flwr")
 
@@ -50,13 +51,10 @@ class Journal:
     """The records of a federation; without a folder they are kept in memory only.
 
     Args:
-        folder: where they go.
-        every: save after every k rounds, and at the end.
-        facts: what the summary says beside the measured numbers.
+        settings: where they go, where else, and how often a checkpoint is written.
         method: of the run; a checkpoint of another one is not gone on from.
         seed: the same.
         headline: the metric that runs are compared by.
-        log: where else records and summary go.
     """
 
     # Set up by `restored`; as `Saved` has them.
@@ -66,25 +64,16 @@ class Journal:
     refused: Counter[str]
 
     def __init__(
-        self,
-        folder: Path | str | None,
-        every: int,
-        facts: Mapping[str, Any],
-        method: str,
-        seed: int,
-        headline: Headline | None = None,
-        log: Sequence[Target] = (),
+        self, settings: Records, method: str, seed: int, headline: Headline | None = None
     ) -> None:
-        if every < 1:
-            raise ValueError(f"checkpoint_every must be at least 1, got {every}")
-        self.folder = None if folder is None else RunFolder(Path(folder))
+        self.settings = settings
+        self.folder = None if settings.folder is None else RunFolder(Path(settings.folder))
+        self.method = method
+        self.seed = seed
         self.headline = headline or Headline()
-        self.every, self.facts, self.method, self.seed = every, dict(facts), method, seed
-        if log and self.folder is None:
-            raise ValueError("log needs a folder for the run: give folder=... too")
         path = Path() if self.folder is None else self.folder.path
-        settings = self.facts | {"method": method, "seed": seed}
-        self.log = Log(sinks_of(log), path, path, settings)
+        said = {**settings.facts, "method": method, "seed": seed}
+        self.log = Log(sinks_of(settings.log), path, path, said)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -145,7 +134,8 @@ class Journal:
             return False
         self.folder.append(record)
         failed = self.log.record(record)
-        if not (last or failed or record.round % self.every == 0):
+        due = last or record.round % self.settings.checkpoint_every == 0
+        if not due and failed is None:
             return False
         save(self.folder.checkpoint, self._saved(server))
         if failed is not None:
@@ -168,19 +158,16 @@ class Journal:
 
     def finish(self) -> dict[str, Any]:
         """Write and return the headline numbers."""
-        summary = self.facts | {
+        summary = {
+            **self.settings.facts,
             "method": self.method,
             "seed": self.seed,
             "executor": "flower",
-            "status": "finished",
-            "reason": None,
-            "rounds": len(self.records),
-            **scores_of(self.records, self.headline),
-            "bytes_down": sum(r.bytes_down for r in self.records),
-            "bytes_up": sum(r.bytes_up for r in self.records),
-            "dropped": sum(r.dropped for r in self.records),
+        }
+        summary |= summary_of(self.records, self.seconds(), self.headline)
+        summary |= {
+            "dropped": sum(record.dropped for record in self.records),
             "refused": dict(self.refused),
-            "seconds": self.seconds(),
         }
         if self.folder is not None:
             self.folder.write_summary(summary)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -17,29 +15,38 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
 from fedbasin.core.catalogue import needs_of
-from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
 from fedbasin.core.needs import check_task
-from fedbasin.core.net import Net
-from fedbasin.core.protocols import needs_gradients
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
-from fedbasin.core.task import Classification, Task
+from fedbasin.core.round import (
+    Probed,
+    ProbeRequest,
+    Returned,
+    Round,
+    RoundSetup,
+    Scoring,
+    Server,
+    Traffic,
+    TrainRequest,
+    merge_refused,
+    one_round,
+)
 from fedbasin.core.vectors import Weighting
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
 from fedbasin.deploy.evaluation import entered, mean_metrics, unheard
-from fedbasin.deploy.mail import Mailbox
-from fedbasin.deploy.merge import Merger
+from fedbasin.deploy.keep import KeptByClients
+from fedbasin.deploy.mail import GaveUp, Mailbox
+from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.private import gather_private
 from fedbasin.deploy.probe import gather_gradients
-from fedbasin.deploy.replies import Collector, Guard
+from fedbasin.deploy.replies import Collector
 from fedbasin.deploy.resume import Journal
+from fedbasin.deploy.settings import Handling, Records, ServerSide
 from fedbasin.deploy.wire import Codec
 from fedbasin.sim.participation import draw_cohort
-from fedbasin.sim.rounds import BufferPolicy, Server
-from fedbasin.sinks import Target
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 _STREAM_ABOVE = 256 << 20  # bytes of replies that are worth averaging as they arrive
@@ -65,38 +72,19 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         configrecord_key: where they find the round's settings.
         participation: who trains, such as ``"count(clients=3)"``, in place of `fraction_train`.
         seed: draws cohorts, and batches on clients of fedbasin.
-        net: the network, for methods that treat its head apart.
-        schedule: the plan of each round; by default ``train_config["lr"]`` and one epoch.
-        batch: the clients' batch size, for methods that ask for it.
-        proxy: labelled rows on the server, for methods that learn from them.
-        context: what else the method may know, as a simulation has it; it goes before the last two.
-        counts: how class counts reach methods that need them: each client's in ``"plain"``, or
-            their sum alone by way of encryption.
-        classes: number of classes, for private counts.
-        test: rows that the scored model is tested on after each round.
-        task: what the network's outputs mean; that of `test` by default, or classification.
-        buffers: what happens to BatchNorm statistics.
-        recalibrate: renews statistics for a model, for the policy of that name.
-        guard: what happens to updates that are far longer than the others.
-        stream: whether to average replies as they arrive, where the method allows it; ``"auto"``
-            does so for cohorts that would take more than 256 MiB.
-        folder: where records and checkpoints go; a checkpoint found there is gone on from.
-        checkpoint_every: save after every k rounds. With 1, a stopped run goes on with the round
-            it was in; with more, clients that keep a state of their own may be ahead of it.
-        patience: seconds to wait for nodes that are needed.
-        facts: what the summary says beside the measured numbers.
-        log: where else records and summary go, as in `fedbasin.run`; needs a folder.
+        server: what the server has, such as rows to learn from or to test on.
+        handling: how replies are waited for and taken.
+        records: where records and checkpoints go.
     """
 
     # Set up by `start`, and by the round under way.
     _codec: Codec
-    _mail: Mailbox
     _clients: Clients
     _context: Context
-    _schedule: Callable[[int], Plan]
+    _setup: RoundSetup
     _timeout: float
     _server: Server
-    _now: Context
+    _round: Round
     _cohort: Cohort
     _record: RoundRecord
 
@@ -114,24 +102,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         configrecord_key: str = "config",
         participation: str | None = None,
         seed: int = 0,
-        net: Net | None = None,
-        schedule: Callable[[int], Plan] | None = None,
-        batch: int = 0,
-        proxy: Evaluator | None = None,
-        context: Context | None = None,
-        counts: Literal["plain", "private"] = "plain",
-        classes: int = 0,
-        test: Evaluator | None = None,
-        task: Task | str | None = None,
-        buffers: BufferPolicy = "mean",
-        recalibrate: Callable[[Tensor, Tensor], Tensor] | None = None,
-        guard: Guard | None = None,
-        stream: bool | Literal["auto"] = "auto",
-        folder: Path | str | None = None,
-        checkpoint_every: int = 1,
-        patience: float = 600.0,
-        facts: Mapping[str, Any] | None = None,
-        log: Sequence[Target] = (),
+        server: ServerSide | None = None,
+        handling: Handling | None = None,
+        records: Records | None = None,
     ) -> None:
         import fedbasin.methods  # noqa: F401  (fills the catalogue)
 
@@ -139,22 +112,19 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.participation: Choice = parse(
             participation or f"fraction(rate={fraction_train})", "participation"
         )
-        self.fraction_evaluate, self.min_evaluate_nodes = fraction_evaluate, min_evaluate_nodes
-        self.min_train_nodes, self.min_available_nodes = min_train_nodes, min_available_nodes
+        self.fraction_evaluate = fraction_evaluate
+        self.min_train_nodes = min_train_nodes
+        self.min_evaluate_nodes = min_evaluate_nodes
+        self.min_available_nodes = min_available_nodes
         self.weighted_by_key = weighted_by_key
-        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
-        self.key, self.seed, self.net = root(seed), seed, net
-        self.schedule, self.batch, self.proxy, self.context = schedule, batch, proxy, context
-        self.counts = counts
-        self.classes = classes or (0 if test is None else test.classes)
-        self.merger = Merger(self.method, buffers, recalibrate, guard, test)
-        self.stream, self.patience = stream, patience
-        named = parse(task, "task") if isinstance(task, str) else task
-        self.task: Task = named or (Classification() if test is None else test.task)
-        headline = None if test is None else test.headline
-        self.journal = Journal(
-            folder, checkpoint_every, facts or {}, str(self.method), seed, headline, log
-        )
+        self.arrayrecord_key = arrayrecord_key
+        self.configrecord_key = configrecord_key
+        self.seed = seed
+        self.key = root(seed)
+        self.server_side = server or ServerSide()
+        self.handling = handling or Handling()
+        headline = self.server_side.headline()
+        self.journal = Journal(records or Records(), str(self.method), seed, headline)
 
     def summary(self) -> None:
         """Log what the strategy is."""
@@ -208,13 +178,11 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                     _log.info("\t└──> Aggregated MetricRecord: %s", metrics)
                     result.train_metrics_clientapp[now] = metrics
                 result.arrays = self._scored(arrays)
-                last = now == num_rounds
-                record = self.merger.score(self._record, self._server, last=last)
-                record = self._examine(record, grid, evaluate, evaluate_fn, result)
+                record = self._examine(self._record, grid, evaluate, evaluate_fn, result)
                 record = replace(record, seconds=time.perf_counter() - began)
-                saved = self.journal.append(record, self._server, last=last)
-                refused = "merge_refused" in record.notes  # so the old state needs its models
-                if saved and not refused and self._context.archive is not None:
+                saved = self.journal.append(record, self._server, last=now == num_rounds)
+                # After a refused merge the old state needs its models.
+                if saved and not merge_refused(record) and self._context.archive is not None:
                     self._context.archive.sweep()
             self._finish(result)
             return result
@@ -223,79 +191,91 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the cohort and say what each client is sent."""
-        now, server, method = server_round - 1, self._server, self.method
-        plan = method.plan(self._schedule, self._context.at(now, 0.0))
-        self._now = self._context.at(now, plan.lr, plan)
         asked_for = dict(self.participation.arguments).get("clients", 1)
         online = self._clients.wait(max(self.min_available_nodes, asked_for, 1))
-        drawn = draw_cohort(self.participation, np.array(sorted(online)), self.key, now).tolist()
+        able = np.array(sorted(online))
+        drawn = draw_cohort(self.participation, able, self.key, server_round - 1)
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
-        if needs_gradients(method):
-            nodes = {client: online[client] for client in drawn}
-            least = min(self.min_train_nodes, len(drawn))
-            drawn, probe = gather_gradients(
-                self._clients, nodes, arrays, server.send, self._timeout, least
-            )
-            self._now = replace(self._now, probe=probe)
-        shared = method.broadcast(server.state, server.send, self._now)
-        rules, stream = len(method.rules()), self._streams(len(drawn))
+        self._round = one_round(self._setup, self._server, drawn, KeptByClients())
+        request = next(self._round)
+        if isinstance(request, ProbeRequest):
+            request = self._round.send(self._probed(request, online, arrays))
+        assert isinstance(request, TrainRequest)  # a round asks for gradients once
+        least = min(self.min_train_nodes, len(request.cohort))
         self._cohort = Cohort(
             round=server_round,
             clients=self._clients,
-            collector=Collector(self._codec, now, plan, self.weighted_by_key, rules, stream),
+            collector=Collector(
+                self._codec,
+                request.sent.round,
+                request.plan,
+                self.weighted_by_key,
+                len(self.method.rules()),
+                self._streams(len(request.cohort)),
+            ),
             tally=self.journal.refused,
             content=content_of(
                 {self.arrayrecord_key: arrays, self.configrecord_key: config},
                 server_round,
-                plan,
-                shared,
-                {"method": str(method), "name": self.journal.name, "seed": self.seed},
+                request.plan,
+                request.sent.shared,
+                {"method": str(self.method), "name": self.journal.name, "seed": self.seed},
             ),
             merged=self.journal.merged,
-            asked={client: online[client] for client in drawn},
-            least=min(self.min_train_nodes, len(drawn)),
+            asked={client: online[client] for client in request.cohort.tolist()},
+            least=least,
             timeout=self._timeout,
-            patience=self.patience,
+            patience=self.handling.patience,
         )
-        for node, _ in self._mail.stragglers():
-            self._cohort.late(node)
-        return self._cohort.messages(drawn)
+        self._cohort.name_late()
+        return self._cohort.messages(request.cohort.tolist())
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord | None]:
         """Check replies one by one, then merge what is left; returns what clients start from."""
-        began, cohort = time.perf_counter(), self._cohort
+        cohort = self._cohort
         cohort.collect(replies)
-        arrived, count = time.perf_counter(), len(cohort.collector.numbers)
+        count = len(cohort.collector.numbers)
         failures = len(cohort.asked) - count
         _log.info("aggregate_train: Received %s results and %s failures", count, failures)
-        record, metrics = RoundRecord(server_round), None
-        self._server = replace(self._server, round=server_round)
+        guarded = None
         if any(numbers.weight > 0 for numbers in cohort.collector.numbers):
-            self._server, record, merged = self.merger.merge(
-                self._server,
-                cohort.collector.finish(self._server.send),
-                self._now,
-                lambda c, why: cohort.refuse(c, cohort.asked[c], why),
-            )
-            self.journal.merged[sorted(merged)] = server_round
-            if math.isfinite(record.train_loss or 0.0):
-                metrics = MetricRecord({"train_loss": record.train_loss})
-        spent = time.perf_counter() - arrived
-        _log.info("\t├──> Merged by %s in %.3f s", self.method, spent)
-        self._record = replace(
-            record,
-            lr=self._now.lr,
+            collected = cohort.collector.finish(self._server.send)
+            guarded = gathered_of(collected, self._server.send, self.handling.guard)
+            for client, why in guarded.far:
+                cohort.refuse(client, cohort.asked[client], why)
+        traffic = Traffic(
             replies=count,
             dropped=failures,
             refused=cohort.refused,
             bytes_down=cohort.bytes_down,
             bytes_up=cohort.collector.bytes_up,
-            seconds_train=arrived - began,
-            seconds_merge=spent,
         )
+        try:
+            self._round.send(Returned(guarded.gathered if guarded else None, traffic))
+        except StopIteration as end:
+            self._server, self._record = end.value
+        if guarded and not merge_refused(self._record):
+            self.journal.merged[sorted(guarded.clients)] = server_round
+        spent = self._record.seconds_merge
+        _log.info("\t├──> Merged by %s in %.3f s", self.method, spent)
+        loss = self._record.train_loss
+        metrics = None
+        if loss is not None and math.isfinite(loss):
+            metrics = MetricRecord({"train_loss": loss})
         return self._arrays(self._server.send), metrics
+
+    def _probed(
+        self, request: ProbeRequest, online: Mapping[int, int], arrays: ArrayRecord
+    ) -> Probed:
+        """Ask a cohort for its gradients; who sends none sits the round out."""
+        nodes = {client: online[client] for client in request.cohort.tolist()}
+        least = min(self.min_train_nodes, len(nodes))
+        clients, probe = gather_gradients(
+            self._clients, nodes, arrays, request.sent.vector, self._timeout, least
+        )
+        return Probed(np.array(clients, dtype=np.int64), probe)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -324,28 +304,32 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self, grid: Grid, arrays: ArrayRecord, rounds: int, train_config: ConfigRecord
     ) -> None:
         """Meet the clients, set up the method, and take up where a checkpoint was written."""
-        device = "cpu" if self.net is None else self.net.device
-        self._codec = Codec.of(arrays, self.net)
+        here = self.server_side
+        device = "cpu" if here.net is None else here.net.device
+        self._codec = Codec.of(arrays, here.net)
         vector, buffers = (part.to(device) for part in self._codec.read(arrays))
-        check_task(self.method, self.task)
-        needs = needs_of(self.method)
-        proxy = self.proxy if self.context is None else self.context.proxy
-        if "proxy" in needs and proxy is None:
-            raise ValueError(f"{self.method} learns from data on the server: give proxy=")
-        counted = self.counts if "class_counts" in needs else None
-        total = 0 if self.context is None else self.context.clients
-        self._mail = Mailbox(grid)
-        before = self.journal.clients()
-        self._clients = Clients(self._mail, counted == "plain", self.patience, total, before)
-        self._clients.wait(max(self.min_available_nodes, 1))
-        counts = private = None
-        if counted == "private":
-            private = gather_private(self._clients, self.key, self.classes)
-        elif counted == "plain":
-            counts = self._clients.class_counts()
-        known = self.context or Context(
-            self._codec.layout, 0, 0, self.key, batch=self.batch, proxy=self.proxy
+        known = here.context or Context(
+            self._codec.layout, 0, 0, self.key, batch=here.batch, proxy=here.proxy
         )
+        check_task(self.method, here.known_task())
+        needs = needs_of(self.method)
+        if "proxy" in needs and known.proxy is None:
+            raise ValueError(
+                f"{self.method} learns from data on the server: give server=ServerSide(proxy=...)"
+            )
+        counted = here.counts if "class_counts" in needs else None
+        self._clients = Clients(
+            Mailbox(grid),
+            counted == "plain",
+            self.handling.patience,
+            total=known.clients,
+            before=self.journal.clients(),
+        )
+        self._clients.wait(max(self.min_available_nodes, 1))
+        counts = self._clients.class_counts() if counted == "plain" else None
+        private = None
+        if counted == "private":
+            private = gather_private(self._clients, self.key, here.known_classes())
         self._context = replace(
             known,
             layout=self._codec.layout,
@@ -356,11 +340,17 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             class_counts=counts,
             private_counts=private,
             archive=self.journal.archive(),
-            net=self.net,
+            net=here.net,
         )
-        lr = train_config.get("lr", 0.0)
-        usual = Plan(float(lr) if isinstance(lr, int | float) else 0.0, 1)
-        self._schedule = self.schedule or (lambda round: usual)
+        self._setup = RoundSetup(
+            method=self.method,
+            context=self._context,
+            schedule=here.schedule or _constant(train_config),
+            key=self.key,
+            policy=Lenient(),
+            scoring=Scoring(rounds, here.evaluator),
+            statistics=here.statistics,
+        )
         fresh = Server(0, vector, vector, buffers, self.method.init(vector, self._context))
         self._server = self.journal.restored(fresh, self._clients.total)
 
@@ -376,7 +366,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         """Return how replies are averaged as they arrive, or None to keep them all."""
         weighting, size = self.method.streams(), self._codec.layout.size
         large = cohort * size * self._server.send.element_size() > _STREAM_ABOVE
-        if self.merger.guard is not None or not (large if self.stream == "auto" else self.stream):
+        wanted = large if self.handling.stream == "auto" else self.handling.stream
+        if self.handling.guard is not None or not wanted:
             return None
         return weighting
 
@@ -393,13 +384,20 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         found = tested = None
         messages = list(self.configure_evaluate(now, result.arrays, config, grid))
         if messages:
-            sent = self._mail.send(messages)
-            found = self.aggregate_evaluate(now, self._mail.replies(sent, self._timeout, unheard))
+            found = self.aggregate_evaluate(now, self._evaluations(messages))
         if evaluate_fn is not None:
             tested = evaluate_fn(now, result.arrays)
         record = entered(record, result, found, tested)
         spent = record.seconds_evaluate + time.perf_counter() - began
         return replace(record, seconds_evaluate=spent)
+
+    def _evaluations(self, messages: list[Message]) -> Iterator[Message]:
+        """Yield what clients say of a model, and log who says nothing."""
+        for found in self._clients.replies(self._clients.send(messages), self._timeout):
+            if isinstance(found, GaveUp):
+                unheard(found.node, found.reason)
+            else:
+                yield found
 
     def _finish(self, result: Result) -> None:
         summary = self.journal.finish()
@@ -411,3 +409,10 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             _log.info("\trefused %d times: %s", times, reason)
         for line in str(result).splitlines():
             _log.info("\t%s", line)
+
+
+def _constant(train_config: ConfigRecord) -> Callable[[int], Plan]:
+    """Return the schedule of an app that gives none: its learning rate, and one epoch."""
+    lr = train_config.get("lr", 0.0)
+    plan = Plan(float(lr) if isinstance(lr, int | float) else 0.0, 1)
+    return lambda round: plan

@@ -216,12 +216,15 @@ def build(
     draw_cohort(participation, eligible, key, 0)  # says what is wrong before the run
     return Federation(
         method=method,
+        net=net,
+        trainer=trainer,
+        population=population,
+        evaluator=examiner(rows.splits.test),
         context=context,
         schedule=_schedule(experiment),
         participation=participation,
         eligible=eligible,
         key=key,
-        test=test,
         rounds=experiment.rounds,
         dropout=experiment.sim.dropout,
         buffers=experiment.sim.buffers,

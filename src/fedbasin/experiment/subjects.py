@@ -14,9 +14,8 @@ from fedbasin.analyze import AnalysisError, Data, Subject
 from fedbasin.core.record import RunFolder, headline_of, read_object
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.core.state import read
-from fedbasin.experiment.build import build, cut_rows
+from fedbasin.experiment.build import build
 from fedbasin.experiment.config import Experiment, from_mapping, read_config
-from fedbasin.sim import Population
 
 
 def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None = None) -> Subject:
@@ -47,11 +46,10 @@ def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None
 
 def _load(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Data:
     federation = build(experiment, data_dir=data_dir)
-    test, net = federation.test, federation.test.net
+    net = federation.net
+    test = federation.evaluator
+    population = federation.population
     dataset = data.load(experiment.data.name, data_dir=data_dir)
-    rows = cut_rows(experiment.resolved(), dataset)
-    train = rows.splits.train
-    population = Population.of(train.inputs, train.labels, rows.parts.clients, net.device)
 
     def final() -> tuple[Tensor, Tensor]:
         if not folder.model.exists():

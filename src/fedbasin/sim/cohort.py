@@ -10,7 +10,7 @@ device: a step costs the host one launch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key, fold_in, keys_tensor
+from fedbasin.core.round import Gathered, ProbeRequest, Sent, TrainRequest
 from fedbasin.core.rule import Batch, Finish, Start
 from fedbasin.core.tree import mapped, row, stack, tensors
 from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps
 from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
-from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.lane import (
     Course,
     Lane,
@@ -38,7 +38,7 @@ from fedbasin.sim.lane import (
     overlaid,
     repeated,
 )
-from fedbasin.sim.loop import Executor, Gathered, Sent, client_key
+from fedbasin.sim.loop import Executor, client_key
 from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
 from fedbasin.sim.survey import gradients, survey
@@ -90,7 +90,7 @@ class CohortExecutor(Executor):
     Args:
         trainer: how a client trains.
         population: the clients' data.
-        key: the run's randomness.
+        key: the randomness of requests that bring none.
         compiled: whether the step is compiled, once for every size of the active set; without, it
             runs eagerly under `vmap` (captured as a graph on CUDA).
         chunk: most clients that advance together; 0 takes as many as the memory holds.
@@ -114,16 +114,20 @@ class CohortExecutor(Executor):
         if self.trainer.net.has_statistics:
             raise Unsupported("BatchNorm statistics cannot be kept apart under vmap")
 
-    def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
-        """Train the clients of a cohort from what the server sent."""
+    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
+        """Train the cohort of each request, one request after another."""
+        return [self._train(request) for request in requests]
+
+    def _train(self, request: TrainRequest) -> Gathered:
+        cohort, sent = request.cohort, request.sent
         sizes = self.population.sizes[cohort]
-        steps = np.array([count_steps(plan, int(n), self.trainer.batch) for n in sizes])
+        steps = np.array([count_steps(request.plan, int(n), self.trainer.batch) for n in sizes])
         order = np.argsort(-steps, kind="stable")
         back = torch.from_numpy(np.argsort(order)).to(sent.vector.device)
         return self._in_chunks(
             order,
             sent,
-            lambda part: self._chunk(cohort[part], steps[part], sent, plan, states),
+            lambda part: self._chunk(cohort[part], steps[part], request),
             lambda parts: _joined(parts, back),
         )
 
@@ -164,8 +168,11 @@ class CohortExecutor(Executor):
             stacklevel=4,
         )
 
-    def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
-        """Return the cohort's full gradients at the model it was sent."""
+    def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
+        """Return the full gradients of each request's cohort at the model it was sent."""
+        return [self._probe(*request) for request in requests]
+
+    def _probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
         trainer, people = self.trainer, self.population
         found = self._in_chunks(
             cohort, sent, lambda part: gradients(trainer, people, part, sent), torch.cat
@@ -184,18 +191,12 @@ class CohortExecutor(Executor):
             "share_useful_steps": self.counters.share_useful,
         }
 
-    def _chunk(
-        self,
-        clients: np.ndarray,
-        steps: np.ndarray,
-        sent: Sent,
-        plan: Plan,
-        states: ClientStates,
-    ) -> _Part:
+    def _chunk(self, clients: np.ndarray, steps: np.ndarray, request: TrainRequest) -> _Part:
         """Train clients that are sorted by falling number of steps."""
+        sent, plan = request.sent, request.plan
         trainer, device = self.trainer, sent.vector.device
-        course, sizes = self._course(clients, steps, sent, plan)
-        own = stack([states.get(int(client)) for client in clients])
+        course, sizes = self._course(clients, steps, sent, plan, request.key or self.key)
+        own = stack([request.states.get(int(client)) for client in clients])
         starts = self._starts(clients, sizes, course, sent, plan, own)
         begin = [
             torch.func.vmap(lambda s, r=rule: r.begin(s, trainer.net), in_dims=(dims,))(start)
@@ -246,13 +247,13 @@ class CohortExecutor(Executor):
         return mapped(lambda leaf: leaf.expand(count, *leaf.shape), state)
 
     def _course(
-        self, clients: np.ndarray, steps: np.ndarray, sent: Sent, plan: Plan
+        self, clients: np.ndarray, steps: np.ndarray, sent: Sent, plan: Plan, key: Key
     ) -> tuple[Course, Tensor]:
         device, batch = sent.vector.device, self.trainer.batch
         sizes = torch.from_numpy(self.population.sizes[clients])
         limit = torch.from_numpy(steps.astype(np.int64))
         passes = -(-self.population.sizes[clients] // batch)
-        keys = keys_tensor([client_key(self.key, sent.round, int(c)) for c in clients], device)
+        keys = keys_tensor([client_key(key, sent.round, int(c)) for c in clients], device)
         first = torch.from_numpy(self.population.offsets[clients]).to(device)
         late = torch.from_numpy(steps - passes)
         sizes, limit, late, who = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,39 +12,21 @@ from torch import Tensor
 
 from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key
+from fedbasin.core.round import Gathered, ProbeRequest, Sent, TrainRequest
 from fedbasin.core.tree import stack
 from fedbasin.local.train import Received, Trained, Trainer
-from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.population import Population
 
 
-class Sent(NamedTuple):
-    """What the server sends to a cohort."""
-
-    vector: Tensor  # [P]
-    buffers: Tensor  # [Q]
-    shared: tuple[Any, ...]  # one entry for each client rule
-    round: int  # finished rounds
-
-
-class Gathered(NamedTuple):
-    """What comes back, beside the replies proper."""
-
-    replies: Replies
-    buffers: Tensor  # [C, Q]
-    own: list[tuple[Any, ...]]  # the clients' new states, in the order of the cohort
-    train_loss: Tensor  # mean loss of the cohort's local training
-
-
 class Executor(Protocol):
-    """Trains a cohort. Every executor gives the result of the loop."""
+    """Trains cohorts. Every executor gives the result of the loop."""
 
-    def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
-        """Train the clients of a cohort from what the server sent."""
+    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
+        """Train the cohort of each request from what its server sent."""
         ...
 
-    def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
-        """Return the cohort's full gradients at the model it was sent."""
+    def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
+        """Return the full gradients of each request's cohort at the model it was sent."""
         ...
 
     def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
@@ -71,21 +54,32 @@ class LoopExecutor(Executor):
     Args:
         trainer: how a client trains.
         population: the clients' data.
-        key: the run's randomness.
+        key: the randomness of requests that bring none.
     """
 
     trainer: Trainer
     population: Population
     key: Key
 
-    def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
-        """Train the clients of a cohort from what the server sent."""
-        trained = [self.one(int(i), sent, plan, states.get(int(i))) for i in cohort]
-        return gather(cohort, trained, sent.vector)
+    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
+        """Train the cohort of each request, one client after another."""
+        return [self._train(request) for request in requests]
 
-    def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
-        """Return the cohort's full gradients at the model it was sent."""
-        shards = [self.population.shard(int(client)) for client in cohort]
+    def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
+        """Return the full gradients of each request's cohort at the model it was sent."""
+        return [self._probe(request) for request in requests]
+
+    def _train(self, request: TrainRequest) -> Gathered:
+        key = request.key or self.key
+        trained = [
+            self.one(client, request.sent, request.plan, request.states.get(client), key)
+            for client in request.cohort.tolist()
+        ]
+        return gather(request.cohort, trained, request.sent.vector)
+
+    def _probe(self, request: ProbeRequest) -> Probe:
+        cohort, sent = request
+        shards = [self.population.shard(client) for client in cohort.tolist()]
         gradients = [self.trainer.full_gradient(s, sent.vector, sent.buffers) for s in shards]
         return Probe(torch.stack(gradients), self.population.weights(cohort))
 
@@ -97,10 +91,10 @@ class LoopExecutor(Executor):
         """Name the executor."""
         return {"executor": "loop"}
 
-    def one(self, client: int, sent: Sent, plan: Plan, own: tuple[Any, ...]) -> Trained:
-        """Train one client, given what it kept."""
-        key = client_key(self.key, sent.round, client).tensor(sent.vector.device)
-        received = Received(sent.vector, sent.buffers, sent.shared, own, sent.round, key)
+    def one(self, client: int, sent: Sent, plan: Plan, own: tuple[Any, ...], key: Key) -> Trained:
+        """Train one client, given what it kept and the run's randomness."""
+        draws = client_key(key, sent.round, client).tensor(sent.vector.device)
+        received = Received(sent.vector, sent.buffers, sent.shared, own, sent.round, draws)
         try:
             return self.trainer.train(self.population.shard(client), received, plan)
         except ValueError as error:

@@ -18,7 +18,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -31,11 +31,12 @@ from torch import Tensor
 
 from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key
+from fedbasin.core.round import Gathered, ProbeRequest, Sent, TrainRequest
 from fedbasin.core.tree import rebuild, row, stack
 from fedbasin.local.batches import count_steps
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.loop import Executor, Gathered, Sent
+from fedbasin.sim.loop import Executor
 from fedbasin.sim.population import Population
 
 Engine = Callable[[Trainer, Population, Key], Executor]
@@ -92,18 +93,21 @@ class Worker:
         self._engine = setup.engine(trainer, population, setup.key)
         return Ready(str(self._engine.facts()["executor"]), versions())
 
-    def train(self, clients: np.ndarray, own: Any, sent: Sent, plan: Plan) -> tuple[Rows, float]:
+    def train(
+        self, clients: np.ndarray, own: Any, sent: Sent, plan: Plan, key: Key | None
+    ) -> tuple[Rows, float]:
         """Train a shard; return what its clients send back, and their mean training loss."""
         sent, own = _tensors(sent, self._device), _tensors(own, self._device)
         states = ClientStates(self._trainer.zero_state(sent.vector), sent.vector)
         states.put(clients.tolist(), [row(own, i) for i in range(len(clients))], sent.round)
-        gathered = self._engine.train(clients, sent, plan, states)
+        gathered = self._engine.train([TrainRequest(clients, sent, plan, states, key)])[0]
         rows = Rows(gathered.replies, gathered.buffers, stack(gathered.own))
         return _arrays(rows), float(gathered.train_loss)
 
     def probe(self, clients: np.ndarray, sent: Sent) -> Probe:
         """Return the full gradients of a shard."""
-        found: Probe = _arrays(self._engine.probe(clients, _tensors(sent, self._device)))
+        request = ProbeRequest(clients, _tensors(sent, self._device))
+        found: Probe = _arrays(self._engine.probe([request])[0])
         return found
 
 
@@ -160,16 +164,20 @@ class RayExecutor(Executor):
             self.close()
             raise
 
-    def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
-        """Deal the clients of a cohort to the workers and join what they send back."""
+    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
+        """Deal the clients of each cohort to the workers and join what they send back."""
+        return [self._train(request) for request in requests]
+
+    def _train(self, request: TrainRequest) -> Gathered:
+        cohort, sent, plan = request.cohort, request.sent, request.plan
         steps = np.array(
             [count_steps(plan, int(n), self._trainer.batch) for n in self._sizes[cohort]]
         )
         common = ray.put(_arrays(sent))
 
         def submit(worker: Any, shard: np.ndarray) -> Any:
-            own = stack([states.get(int(client)) for client in shard])
-            return worker.train.remote(shard, _arrays(own), common, plan)
+            own = stack([request.states.get(int(client)) for client in shard])
+            return worker.train.remote(shard, _arrays(own), common, plan, request.key)
 
         places, parts = self._dealt(cohort, steps, sent.round, submit)
         rows: Rows = _joined([part for part, _ in parts], places, sent.vector.device)
@@ -179,8 +187,11 @@ class RayExecutor(Executor):
         own = [row(rows.own, i) for i in range(len(cohort))]
         return Gathered(rows.replies, rows.buffers, own, loss)
 
-    def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
-        """Return the cohort's full gradients at the model it was sent."""
+    def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
+        """Return the full gradients of each request's cohort at the model it was sent."""
+        return [self._probe(*request) for request in requests]
+
+    def _probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
         common = ray.put(_arrays(sent))
         places, parts = self._dealt(
             cohort, self._sizes[cohort], sent.round, lambda w, shard: w.probe.remote(shard, common)

@@ -1,4 +1,4 @@
-"""The round loop: draw a cohort, train it, merge, score."""
+"""The round loop of a simulation: draw a cohort, answer the round's requests, keep snapshots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,18 +16,35 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import Choice
 from fedbasin.core.holdings import Holdings
-from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError, Served
-from fedbasin.core.protocols import needs_gradients
+from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError
+from fedbasin.core.net import Net
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import Key
+from fedbasin.core.round import (
+    BufferPolicy,
+    Gathered,
+    Merged,
+    Probed,
+    ProbeRequest,
+    Request,
+    Returned,
+    RoundSetup,
+    Scoring,
+    Server,
+    Statistics,
+    Traffic,
+    TrainRequest,
+    answered,
+    one_round,
+)
 from fedbasin.core.snapshot import Snapshot, Snapshots
-from fedbasin.core.tree import count_bytes, flatten
-from fedbasin.core.vectors import shares, weighted_mean
+from fedbasin.core.tree import count_bytes
+from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.loop import Executor, Gathered, Sent
+from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort, drop_out
+from fedbasin.sim.population import Population
 
-BufferPolicy = Literal["mean", "keep", "recalibrate"]
 _REPLY_NUMBERS = 3 * 8  # samples, steps and loss travel beside a model
 
 
@@ -35,15 +52,16 @@ class Diverged(RuntimeError):
     """A run that cannot go on, with the round and the client named."""
 
 
-@dataclass(frozen=True)
-class Server:
-    """All that the server carries from round to round."""
+class Strict:
+    """The policy of a simulation: a reply that is not finite ends the run."""
 
-    round: int  # finished rounds
-    send: Tensor  # [P] where clients start next
-    score: Tensor  # [P] the model that counts
-    buffers: Tensor  # [Q] statistics
-    state: Any  # the method's own
+    def merge(self, server: Server, replies: Replies, attempt: Callable[[], Merged]) -> Merged:
+        """Check the replies, then merge them."""
+        try:
+            replies.check(server.send)
+        except ReplyError as error:
+            raise Diverged(f"round {server.round + 1}: {error}") from error
+        return attempt()
 
 
 @dataclass(frozen=True)
@@ -52,20 +70,23 @@ class Federation:
 
     Args:
         method: how the server merges.
+        net: the network.
+        trainer: how one client trains.
+        population: the clients' data.
+        evaluator: rows that models are scored on.
         executor: how a cohort is trained.
         context: what the method may know.
         schedule: the configured plan of each round.
         participation: how a cohort is drawn.
         eligible: ids of the clients that hold data.
         key: the run's randomness.
-        test: rows that models are scored on.
         rounds: how many rounds there are, R.
         dropout: chance that a drawn client does not answer.
         buffers: what happens to float statistics (BatchNorm).
         recalibrate: renews statistics for a model, for the policy of that name.
         evaluate_every: score every k rounds.
         evaluate_last: and in each of the last rounds.
-        train: rows of clients that models are scored on beside `test`, where that is wanted.
+        train: rows of clients that models are scored on as well, where that is wanted.
         client_memory: most bytes of main memory for what all clients keep between rounds.
         client_archive: files for it beyond that.
         snapshots: which models are kept for analyses, and where.
@@ -74,13 +95,16 @@ class Federation:
     """
 
     method: Method
+    net: Net
+    trainer: Trainer
+    population: Population
+    evaluator: Evaluator
     executor: Executor
     context: Context
     schedule: Callable[[int], Plan]
     participation: Choice
     eligible: np.ndarray
     key: Key
-    test: Evaluator
     rounds: int
     dropout: float = 0.0
     buffers: BufferPolicy = "mean"
@@ -96,7 +120,7 @@ class Federation:
 
     def begin(self) -> tuple[Server, ClientStates]:
         """Return the server and the clients before the first round."""
-        vector, buffers = self.test.net.initial()
+        vector, buffers = self.net.initial()
         state = self.method.init(vector, self.context)
         states = ClientStates(
             self.executor.zero_state(vector),
@@ -120,7 +144,8 @@ class Federation:
         """Return how many bytes the snapshots of a run take up, at most."""
         if self.snapshots is None:
             return 0
-        net, rounds = self.test.net, self.snapshots.rounds
+        net = self.net
+        rounds = self.snapshots.rounds
         vectors = 2 * len(rounds)  # score and send
         if self.snapshots.clients:
             vectors += sum(1 + len(self.cohort(round - 1)[1]) for round in rounds)
@@ -135,58 +160,36 @@ class Federation:
             server, record = self._round(server, states)
             yield server, record
 
+    def setup(self) -> RoundSetup:
+        """Return what all rounds have in common."""
+        return RoundSetup(
+            method=self.method,
+            context=self.context,
+            schedule=self.schedule,
+            key=self.key,
+            policy=Strict(),
+            scoring=Scoring(
+                rounds=self.rounds,
+                test=self.evaluator,
+                train=self.train,
+                every=self.evaluate_every,
+                last=self.evaluate_last,
+            ),
+            statistics=Statistics(self.buffers, self.recalibrate),
+        )
+
     def _round(self, server: Server, states: ClientStates) -> tuple[Server, RoundRecord]:
         began = time.perf_counter()
-        now, method = server.round, self.method
-        plan = method.plan(self.schedule, self.context.at(now, 0.0))
-        context = self.context.at(now, plan.lr, plan)
-        drawn, cohort = self.cohort(now)
-        context = self._probed(cohort, server, context)
-        shared = method.broadcast(server.state, server.send, context)
-        sent = Sent(server.send, server.buffers, shared, now)
-        record = RoundRecord(
-            round=now + 1,
-            lr=plan.lr,
-            replies=len(cohort),
-            dropped=len(drawn) - len(cohort),
-            bytes_down=len(drawn) * count_bytes((sent.vector, sent.buffers, shared)),
-            bytes_up=count_bytes(context.probe) if context.probe is not None else 0,
-        )
-        after, replies = replace(server, round=now + 1), None
-        if len(cohort):
-            gathered = self.executor.train(cohort, sent, plan, states)
-            replies = gathered.replies
-            trained = time.perf_counter()
-            after, served = self._merge(server, gathered, context)
-            record = self._merged(record, server, after, served, gathered)
-            states.put(cohort.tolist(), gathered.own, now)
-            merged = time.perf_counter()
-            record = replace(record, seconds_train=trained - began, seconds_merge=merged - trained)
+        drawn, cohort = self.cohort(server.round)
+        exchange = _Exchange(self.executor, len(drawn))
+        steps = one_round(self.setup(), server, cohort, states)
+        after, record = answered(steps, exchange.answer)
+        replies = None
+        if exchange.gathered is not None:
+            replies = exchange.gathered.replies
+            states.put(cohort.tolist(), exchange.gathered.own, server.round)
         self._keep(server, after, replies)
-        record = self._scored(record, after)
         return after, replace(record, seconds=time.perf_counter() - began)
-
-    def _probed(self, cohort: np.ndarray, server: Server, context: Context) -> Context:
-        """Return the context with the cohort's gradients, where the method asks for them."""
-        if not (needs_gradients(self.method) and len(cohort)):
-            return context
-        sent = Sent(server.send, server.buffers, (), server.round)
-        return replace(context, probe=self.executor.probe(cohort, sent))
-
-    def _merge(self, server: Server, gathered: Gathered, context: Context) -> tuple[Server, Served]:
-        replies = gathered.replies
-        try:
-            replies.check(server.send)
-        except ReplyError as error:
-            raise Diverged(f"round {server.round + 1}: {error}") from error
-        buffers = self._statistics(server, gathered.buffers, replies)
-        if isinstance(context.proxy, Evaluator):
-            context = replace(context, proxy=replace(context.proxy, buffers=buffers))
-        served, state = self.method.aggregate(server.state, server.send, replies, context)
-        if self.buffers == "recalibrate" and self.test.net.has_statistics:
-            assert self.recalibrate is not None
-            buffers = self.recalibrate(served.score, buffers)
-        return Server(server.round + 1, served.send, served.score, buffers, state), served
 
     def _keep(self, before: Server, after: Server, replies: Replies | None) -> None:
         """Store the models of a round that was asked for."""
@@ -204,59 +207,42 @@ class Federation:
             )
         self.snapshots.put(snapshot)
 
-    def _statistics(self, server: Server, sent_back: Tensor, replies: Replies) -> Tensor:
-        """Return the statistics that go with the merged model, before any recalibration."""
-        if self.buffers == "keep" or not self.test.net.has_statistics:
-            return server.buffers
-        return weighted_mean(sent_back, shares(replies.weights))
 
-    def _merged(
-        self,
-        record: RoundRecord,
-        before: Server,
-        after: Server,
-        served: Served,
-        gathered: Gathered,
-    ) -> RoundRecord:
-        up = count_bytes((gathered.replies.models, gathered.buffers, gathered.replies.reports))
-        host = torch.stack(
-            [
-                gathered.train_loss.double(),
-                (after.send - before.send).norm().double(),
-                after.score.norm().double(),
-            ]
-        ).tolist()
-        return replace(
-            record,
-            train_loss=host[0],
-            update_norm=host[1],
-            model_norm=host[2],
-            bytes_up=record.bytes_up + up + record.replies * _REPLY_NUMBERS,
-            notes=notes_of(served),
-        )
+@dataclass
+class _Exchange:
+    """Answers the requests of one round with an executor, and counts what would travel.
 
-    def _scored(self, record: RoundRecord, server: Server) -> RoundRecord:
-        last = record.round == self.rounds
-        late = record.round > self.rounds - self.evaluate_last
-        if not (last or late or record.round % self.evaluate_every == 0):
-            return replace(record, metrics=self.test.unscored())
-        began = time.perf_counter()
-        metrics = self.test.of_round(
-            server.score, server.send, server.buffers, last=last, train=self.train
-        )
-        return replace(record, metrics=metrics, seconds_evaluate=time.perf_counter() - began)
-
-
-def notes_of(served: Served) -> dict[str, float | list[float]]:
-    """Return what the method wants recorded as plain numbers by name.
-
-    Notes of nested methods are a tuple; a note's place in it is not part of its name.
+    Args:
+        executor: how a cohort is trained.
+        drawn: how many clients were drawn; all of them are sent the model, not all answer.
     """
-    plain: dict[str, float | list[float]] = {}
-    for path, leaf in flatten(served.notes):
-        name = path.lstrip(".0123456789")
-        if isinstance(leaf, Tensor):
-            plain[name] = leaf.tolist()
-        elif isinstance(leaf, int | float):
-            plain[name] = float(leaf)
-    return plain
+
+    executor: Executor
+    drawn: int
+    gathered: Gathered | None = None  # what the cohort sent back
+    _probe_bytes: int = 0
+
+    def answer(self, request: Request) -> Probed | Returned:
+        """Return what the executor makes of a request."""
+        if isinstance(request, ProbeRequest):
+            probe = self.executor.probe([request])[0]
+            self._probe_bytes = count_bytes(probe)
+            return Probed(request.cohort, probe)
+        if len(request.cohort):
+            self.gathered = self.executor.train([request])[0]
+        return Returned(self.gathered, self._traffic(request))
+
+    def _traffic(self, request: TrainRequest) -> Traffic:
+        count = len(request.cohort)
+        sent = request.sent
+        down = count_bytes((sent.vector, sent.buffers, sent.shared))
+        up = self._probe_bytes + count * _REPLY_NUMBERS
+        if self.gathered is not None:
+            replies = self.gathered.replies
+            up += count_bytes((replies.models, self.gathered.buffers, replies.reports))
+        return Traffic(
+            replies=count,
+            dropped=self.drawn - count,
+            bytes_down=self.drawn * down,
+            bytes_up=up,
+        )

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from fedbasin.core.protocols import shared_prefix, state_from_prefix
-from fedbasin.core.record import Headline, RoundRecord, RunFolder, scores_of, write_atomically
+from fedbasin.core.record import RoundRecord, RunFolder, write_atomically
+from fedbasin.core.round import Server, summary_of
 from fedbasin.core.sink import Log
 from fedbasin.core.state import load, save, write
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, Kept
 from fedbasin.sim.provenance import keep, refuse_other
-from fedbasin.sim.rounds import Diverged, Federation, Server
+from fedbasin.sim.rounds import Diverged, Federation
 
 OnRound = Callable[[RoundRecord], None]
 
@@ -101,8 +102,8 @@ def run(
             status, reason = "diverged", str(error)
         summary = (
             facts
-            | {"status": status, "reason": reason}
-            | _numbers(records, seconds(), federation.test.headline)
+            | summary_of(records, seconds(), federation.evaluator.headline, status, reason)
+            | _peaks()
         )
         summary |= federation.executor.facts() | {"client_states": states.where}
         folder.write_summary(summary)
@@ -169,21 +170,16 @@ def _restored(federation: Federation, folder: RunFolder) -> tuple[Server, Client
 
 def _ship(federation: Federation, server: Server, folder: RunFolder) -> None:
     """Write the scored model under the network's own parameter names."""
-    named = federation.test.net.state_dict(server.score, server.buffers)
+    named = federation.net.state_dict(server.score, server.buffers)
     write(folder.model, {name: tensor.cpu().contiguous() for name, tensor in named.items()})
 
 
-def _numbers(records: list[RoundRecord], seconds: float, headline: Headline) -> dict[str, Any]:
+def _peaks() -> dict[str, int | None]:
+    """Return how much memory the process has taken at most, here and on the device."""
+    on_cuda = torch.cuda.is_available()
     return {
-        "rounds": len(records),
-        **scores_of(records, headline),
-        "bytes_down": sum(record.bytes_down for record in records),
-        "bytes_up": sum(record.bytes_up for record in records),
-        "seconds": seconds,
         "peak_memory_bytes": _peak_memory(),
-        "peak_device_memory_bytes": (
-            torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        ),
+        "peak_device_memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else None,
     }
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbasin.core.round import Sent
 from fedbasin.core.rule import Batch, LocalRule, Look
 from fedbasin.core.tree import added
 from fedbasin.local.step import summed_gradient
 from fedbasin.local.train import SURVEY_ROWS, Trainer
-from fedbasin.sim.loop import Sent
 from fedbasin.sim.population import Population
 
 

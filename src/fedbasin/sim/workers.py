@@ -11,23 +11,23 @@ from __future__ import annotations
 import signal
 import traceback
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing import get_context
 
 from fedbasin.core.method import Plan, Probe
 from fedbasin.core.rng import Key
+from fedbasin.core.round import Gathered, ProbeRequest, Sent, TrainRequest
 from fedbasin.core.tree import rebuild, tensors
 from fedbasin.local.batches import count_steps
 from fedbasin.local.train import Trained, Trainer
 from fedbasin.sim.allocator import keep_freed_memory
-from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.loop import Gathered, LoopExecutor, Sent, gather
+from fedbasin.sim.loop import LoopExecutor, gather
 from fedbasin.sim.population import Population
 
 _LINE = 64  # tensors begin at multiples of a cache line
@@ -56,6 +56,7 @@ class _Order(NamedTuple):
     sent: Any
     own: list[Any]
     plan: Plan
+    key: Key
     down: Tensor | None  # new memory for orders, where the old is too small
 
 
@@ -76,7 +77,7 @@ class WorkerExecutor:
     Args:
         trainer: how a client trains.
         population: the clients' data, on the CPU.
-        key: the run's randomness.
+        key: the randomness of requests that bring none.
         workers: number of processes; they start with the first round.
     """
 
@@ -92,17 +93,17 @@ class WorkerExecutor:
         if self.population.inputs.device.type != "cpu":
             raise ValueError("worker processes train on a CPU; use sim.workers = 1 on a GPU")
 
-    def train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
-        """Train the clients of a cohort from what the server sent."""
+    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
+        """Train the cohort of each request, one request after another."""
         try:
-            return self._train(cohort, sent, plan, states)
+            return [self._train(request) for request in requests]
         except BaseException:
             self.close()  # the others' answers would be taken for the next round's
             raise
 
-    def probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
-        """Return the cohort's full gradients, found in this process: one pass over its rows."""
-        return LoopExecutor(self.trainer, self.population, self.key).probe(cohort, sent)
+    def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
+        """Return the cohorts' full gradients, found in this process: one pass over their rows."""
+        return LoopExecutor(self.trainer, self.population, self.key).probe(requests)
 
     def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
         """Return what a client keeps before its first round."""
@@ -116,7 +117,9 @@ class WorkerExecutor:
         """End the processes; the next round starts new ones."""
         _stop(self._running)
 
-    def _train(self, cohort: np.ndarray, sent: Sent, plan: Plan, states: ClientStates) -> Gathered:
+    def _train(self, request: TrainRequest) -> Gathered:
+        cohort, sent, plan = request.cohort, request.sent, request.plan
+        key = request.key or self.key
         if not self._running:
             self._start()
         steps = [
@@ -126,11 +129,11 @@ class WorkerExecutor:
         busy = [(w, share) for w, share in zip(self._running, shares, strict=True) if share]
         for worker, share in busy:
             clients = [int(cohort[i]) for i in share]
-            own = [states.get(client) for client in clients]
+            own = [request.states.get(client) for client in clients]
             (sent_at, own_at), down = _written((sent, tuple(own)), worker.down)
             fresh = down if down is not worker.down else None
             worker.down = down
-            _send(worker, _Order(clients, sent_at, list(own_at), plan, fresh))
+            _send(worker, _Order(clients, sent_at, list(own_at), plan, key, fresh))
         trained: list[Trained | None] = [None] * len(cohort)
         for worker, share in busy:
             for i, one in zip(share, _collected(worker), strict=True):
@@ -249,7 +252,7 @@ def _work(pipe: Connection, trainer: Trainer, population: Population, key: Key) 
 def _trained(executor: LoopExecutor, order: _Order, down: Tensor) -> list[Trained]:
     sent: Sent = _read(order.sent, down, copied=False)
     return [
-        executor.one(client, sent, order.plan, _read(own, down, copied=False))
+        executor.one(client, sent, order.plan, _read(own, down, copied=False), order.key)
         for client, own in zip(order.clients, order.own, strict=True)
     ]
 

@@ -7,7 +7,7 @@ from flwr.serverapp import Grid, ServerApp
 
 import fedbasin.methods  # noqa: F401  (fills the catalogue)
 from fedbasin.core.expressions import parse
-from fedbasin.deploy import first_arrays, strategy_of
+from fedbasin.deploy import Records, first_arrays, strategy_of
 from fedbasin.testing import toy_federation
 
 app = ServerApp()
@@ -28,6 +28,6 @@ def main(grid: Grid, context: Context) -> None:
                 seed=0,
                 min_available_nodes=6,
                 fraction_evaluate=0.0,
-                folder=Path(str(context.run_config["folder"])) / f"{number}-{share}",
+                records=Records(Path(str(context.run_config["folder"])) / f"{number}-{share}"),
             )
             strategy.start(grid, first_arrays(federation), num_rounds=3, timeout=300)

@@ -3,7 +3,7 @@
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedbasin.deploy import FedbasinStrategy
+from fedbasin.deploy import FedbasinStrategy, Handling, Records
 from lean.client_app import model
 
 app = ServerApp()
@@ -15,11 +15,11 @@ def main(grid: Grid, context: Context) -> None:
     settings = context.run_config
     strategy = FedbasinStrategy(
         settings["method"],
-        folder=settings["folder"] or None,
+        records=Records(settings["folder"] or None),
         min_train_nodes=settings["min-replies"],
         min_available_nodes=settings["min-nodes"],
         fraction_evaluate=0.0,
-        patience=300.0,
+        handling=Handling(patience=300.0),
     )
     strategy.start(
         grid,

@@ -1,0 +1,120 @@
+"""What a strategy is given beside the method and Flower's own arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fedbasin.core.evaluator import Evaluator
+from fedbasin.core.method import Context, Plan
+from fedbasin.core.net import Net
+from fedbasin.core.record import Headline
+from fedbasin.core.round import Statistics
+from fedbasin.core.task import CLASSIFICATION, Task
+from fedbasin.deploy.replies import Guard
+from fedbasin.sim import Federation
+from fedbasin.sinks import Target
+
+
+@dataclass(frozen=True)
+class ServerSide:
+    """What the server has, and what it may know of the clients.
+
+    Args:
+        net: the network, for methods that treat its head apart.
+        schedule: the plan of each round; by default ``train_config["lr"]`` and one epoch.
+        batch: the clients' batch size, for methods that ask for it.
+        proxy: labelled rows on the server, for methods that learn from them.
+        context: what else the method may know, as a simulation has it. Overrides `batch` and
+            `proxy`.
+        evaluator: rows that the scored model is tested on after each round.
+        statistics: what happens to BatchNorm statistics.
+        counts: how class counts reach methods that need them: each client's in ``"plain"``, or
+            their sum alone by way of encryption.
+        classes: number of classes, for private counts; the evaluator's by default.
+        task: what the network's outputs mean; the evaluator's by default, or classification.
+    """
+
+    net: Net | None = None
+    schedule: Callable[[int], Plan] | None = None
+    batch: int = 0
+    proxy: Evaluator | None = None
+    context: Context | None = None
+    evaluator: Evaluator | None = None
+    statistics: Statistics = field(default_factory=Statistics)
+    counts: Literal["plain", "private"] = "plain"
+    classes: int = 0
+    task: Task | None = None
+
+    @classmethod
+    def of(
+        cls, federation: Federation, *, counts: Literal["plain", "private"] = "plain"
+    ) -> ServerSide:
+        """Return the server's side of a simulated federation."""
+        return cls(
+            net=federation.net,
+            schedule=federation.schedule,
+            context=federation.context,
+            evaluator=federation.evaluator,
+            statistics=Statistics(federation.buffers, federation.recalibrate),
+            counts=counts,
+        )
+
+    def known_classes(self) -> int:
+        """Return the number of classes."""
+        if self.classes or self.evaluator is None:
+            return self.classes
+        return self.evaluator.classes
+
+    def known_task(self) -> Task:
+        """Return what the network's outputs mean."""
+        if self.task is not None:
+            return self.task
+        return CLASSIFICATION if self.evaluator is None else self.evaluator.task
+
+    def headline(self) -> Headline:
+        """Return the metric that the run is judged by."""
+        return Headline() if self.evaluator is None else self.evaluator.headline
+
+
+@dataclass(frozen=True)
+class Handling:
+    """How replies are waited for and taken.
+
+    Args:
+        guard: what happens to updates that are far longer than the others.
+        stream: whether to average replies as they arrive, where the method allows it; ``"auto"``
+            does so for cohorts that would take more than 256 MiB.
+        patience: seconds to wait for nodes that are needed.
+    """
+
+    guard: Guard | None = None
+    stream: bool | Literal["auto"] = "auto"
+    patience: float = 600.0
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a federation leaves on disk.
+
+    Args:
+        folder: where records and checkpoints go. A run resumes from a checkpoint in it. None
+            keeps records in memory alone.
+        checkpoint_every: save after every k rounds. With 1, a stopped run resumes in the round
+            it was in; with more, clients that keep a state of their own may be ahead of it.
+        facts: what the summary says beside the measured numbers.
+        log: where else records and summary go, as in `fedbasin.run`; needs a folder.
+    """
+
+    folder: Path | str | None = None
+    checkpoint_every: int = 1
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    log: Sequence[Target] = ()
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every must be at least 1, got {self.checkpoint_every}")
+        if self.log and self.folder is None:
+            raise ValueError("log needs a folder for the run: give folder=... too")
