@@ -381,7 +381,7 @@ def test_a_subclass_of_sgd_is_not_stepped_in_place_behind_its_back():
         ("adam(eps=0.0)", "eps must be above 0"),
         ("adamw(weight_decay=-1.0)", "weight_decay must be at least 0"),
         ("adamax", "no optimiser is called 'adamax'; did you mean"),
-        ("fedadam", "'fedadam' is a method, not a optimiser"),
+        ("fedadam", "'fedadam' is a method, not an optimiser"),
     ],
 )
 def test_bad_settings_name_the_field(source, word):

@@ -190,8 +190,12 @@ def _find(name: str, kind: Kind | None) -> Card:
     valid = [c.name for c in cards(kind)] if kind else list(CATALOGUE)
     what = f"no {kind} is called {name!r}" if kind else f"nothing is called {name!r}"
     if card is not None:
-        what = f"{name!r} is a {card.kind}, not a {kind}"
+        what = f"{name!r} is {_with_article(card.kind)}, not {_with_article(str(kind))}"
     raise ExpressionError(f"{what}; {_nearest(name, valid)}")
+
+
+def _with_article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def _nearest(name: str, valid: list[str]) -> str:
