@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedbasin.core.lock import take
 from fedbasin.core.record import RoundRecord, read_object, write_atomically
 from fedbasin.core.sink import RunStart, Sink
 
@@ -103,7 +104,11 @@ class MLflow(Sink):
 def _new_run(client: MlflowClient, run: RunStart) -> str:
     from mlflow.entities import Param
 
-    experiment = _experiment(client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedbasin"))
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedbasin")
+    # Two processes of a comparison that begin at once would each make an experiment of that name.
+    with (run.root / "mlflow.lock").open("a") as file:
+        take(file.fileno(), patient=True)
+        experiment = _experiment(client, name)
     made: str = client.create_run(experiment, run_name=run.name).info.run_id
     params = [Param(_allowed(name), str(value)) for name, value in run.settings.items()]
     for first in range(0, len(params), _MOST_PARAMS):
