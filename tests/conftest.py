@@ -3,7 +3,24 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Fail where a test module cannot be imported.
+
+    The option that skips doctests of modules whose extra is not installed would skip the tests of
+    a broken test module, too, without a word.
+    """
+    report = yield
+    place = getattr(collector, "path", HERE)
+    broken = report.skipped and "unable to import module" in str(report.longrepr)
+    if broken and HERE in place.parents:
+        report.outcome = "failed"
+    return report

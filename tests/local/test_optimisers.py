@@ -14,6 +14,7 @@ from fedbasin.core.expressions import parse, text
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
+from fedbasin.core.round import Sent, TrainRequest
 from fedbasin.core.state import load, same, save
 from fedbasin.core.tree import tensors
 from fedbasin.local import SGD, Adam, AdamW, KeptMomentum, Prox, Received, Shard, Trainer, batches
@@ -22,7 +23,7 @@ from fedbasin.local.step import Point, step
 from fedbasin.methods import FedAvg, FedCM, FedNova, FedWCM, MoFedSAM, Scaffold
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.loop import Sent, client_key
+from fedbasin.sim.loop import client_key
 from fedbasin.testing import toy_federation, trajectory
 
 KEY = root(0).fold("client", 3, 4).tensor()
@@ -127,7 +128,8 @@ def test_a_cohort_trains_as_one_client_after_another(pair, compiled):
     sent = Sent(vector, buffers, (), 0)
     states = ClientStates(loop.zero_state(vector), vector)
     who, plan = np.array([5, 0, 2, 3]), Plan(0.05, 3)
-    wanted, found = (e.train(who, sent, plan, states).replies for e in (loop, cohort))
+    request = TrainRequest(who, sent, plan, states)
+    wanted, found = (e.train([request])[0].replies for e in (loop, cohort))
     torch.testing.assert_close(found.models, wanted.models, rtol=1e-10, atol=1e-12)
     assert torch.equal(found.effective_steps, wanted.effective_steps)
     if compiled:
@@ -208,7 +210,8 @@ def test_fednova_counts_nesterov_steps_beside_a_pull():
     cohort = federation.cohort(0)[1]
     plan = federation.schedule(0)
     sent = Sent(server.send, server.buffers, ((),), 0)
-    replies = federation.executor.train(cohort, sent, plan, federation.begin()[1]).replies
+    request = TrainRequest(cohort, sent, plan, federation.begin()[1])
+    replies = federation.executor.train([request])[0].replies
     lengths = [sgd.effective_steps(int(k), 0.4 * plan.lr) for k in replies.steps]
     share = (replies.weights / replies.weights.sum()).numpy()
     tau = share @ np.array(lengths)
@@ -278,12 +281,12 @@ def test_what_is_kept_stays_with_its_client_and_is_not_written_over():
         zero = [leaf.clone() for leaf in tensors(states.get(0))]
         sent = Sent(server.send, server.buffers, (), 0)
         plan = Plan(0.1, 1)
-        first = federation.executor.one(0, sent, plan, states.get(0))
-        again = federation.executor.one(0, sent, plan, states.get(0))
+        first = federation.executor.one(0, sent, plan, states.get(0), federation.key)
+        again = federation.executor.one(0, sent, plan, states.get(0), federation.key)
         assert same(first.own, again.own) and same(tuple(zero), tuple(tensors(states.get(0))))
-        later = federation.executor.one(0, sent, plan, first.own)
+        later = federation.executor.one(0, sent, plan, first.own, federation.key)
         assert not same(later.own, first.own)
-        empty = federation.executor.one(0, sent, Plan(0.1, None, 0), first.own)
+        empty = federation.executor.one(0, sent, Plan(0.1, None, 0), first.own, federation.key)
         assert same(empty.own, first.own)
 
 
