@@ -322,7 +322,7 @@ def _compare(
     jobs: int | None,
     log: Sequence[str] = (),
 ) -> None:
-    from fedbasin.experiment.build import pick_device
+    from fedbasin.experiment.executors import pick_device
     from fedbasin.report.curves import draw_curves
     from fedbasin.report.page import write_page
     from fedbasin.report.runs import headline_of_runs, read_runs

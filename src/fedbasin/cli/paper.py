@@ -94,7 +94,7 @@ def run(
     stop the others. Cells that begin alike, as a method with and without late averaging do, share
     their first rounds.
     """
-    from fedbasin.experiment.build import pick_device
+    from fedbasin.experiment.executors import pick_device
     from fedbasin.papers import load_table, tasks_of
     from fedbasin.papers.run import Grid as Runs
 

@@ -27,8 +27,10 @@ from fedbasin.core.sink import Log, Sink
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.data import Dataset
 from fedbasin.experiment.apart import at_a_run, said_once
-from fedbasin.experiment.build import build, check_needs, pick_device
+from fedbasin.experiment.assemble import build
+from fedbasin.experiment.checks import check_needs
 from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
+from fedbasin.experiment.executors import pick_device
 from fedbasin.experiment.pool import outcomes
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation

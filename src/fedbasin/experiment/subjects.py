@@ -14,7 +14,7 @@ from fedbasin.analyze import AnalysisError, Data, Subject
 from fedbasin.core.record import RunFolder, headline_of, read_object
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.core.state import read
-from fedbasin.experiment.build import build
+from fedbasin.experiment.assemble import build
 from fedbasin.experiment.config import Experiment, from_mapping, read_config
 
 
