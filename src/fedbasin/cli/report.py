@@ -45,7 +45,7 @@ def report(
     found = read_runs(find_runs(runs))
     known = sorted({run.method for run in found})
     if baseline is not None and baseline not in known:
-        raise ValueError(f"--baseline: no run is of {baseline!r}; there is {', '.join(known)}")
+        raise ValueError(f"--baseline: no run is of {baseline!r}; available: {', '.join(known)}")
     for run in found:
         told = list(run.problems)
         if not run.ended:

@@ -1,4 +1,4 @@
-"""Puts the rooms together from one frozen configuration."""
+"""Builds and runs a federation from one frozen configuration."""
 
 import fedbasin.local as _local
 import fedbasin.methods as _methods

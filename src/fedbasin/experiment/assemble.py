@@ -1,4 +1,4 @@
-"""Put the rooms together: from a configuration to a federation that is ready to run."""
+"""Build a federation that is ready to run from a configuration."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build(
         data_dir: a local mirror of the datasets.
         dataset: data in memory, in place of what `data.name` says.
         archive: files for models that the method keeps.
-        client_archive: files for what clients keep, where it does not fit in memory.
+        client_archive: files for the clients' states, if these do not fit in memory.
     """
     experiment = experiment.resolved()
     check_needs(experiment)
@@ -103,7 +103,7 @@ def build(
     counts = population.class_counts(rows.classes).cpu().numpy()
     participation: Choice = parse(experiment.sim.participation, "participation")
     eligible = np.flatnonzero(population.sizes > 0)
-    draw_cohort(participation, eligible, key, 0)  # says what is wrong before the run
+    draw_cohort(participation, eligible, key, 0)  # an error here comes before the run
     return Federation(
         method=method,
         net=net,
@@ -124,7 +124,7 @@ def build(
         train=trained_on,
         client_memory=experiment.sim.client_memory * 2**30,
         client_archive=client_archive,
-        # Last: what starts processes does so once nothing else can be wrong.
+        # Last: it may start processes, so nothing may fail after it.
         executor=pick_executor(experiment, trainer, population, key),
         holdings=Holdings(dataset.classes, counts, rows.corrupted, population.sizes),
         data=identity(
@@ -149,7 +149,7 @@ def _outputs(task: Task, dataset: data.Dataset) -> int:
 
 
 def _context(experiment: Experiment, net: Net, population: Population, key: Key) -> Context:
-    """Return what surrounds every method's rounds, without what only some methods need."""
+    """Return the part of a method's context that every method needs."""
     return Context(
         layout=net.layout,
         clients=len(population),
@@ -167,7 +167,7 @@ def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _class_counts(method: Method, population: Population, classes: int) -> Tensor | None:
-    """Return the clients' class counts for a method that needs them, and say who sees them."""
+    """Return the clients' class counts for a method that needs them, and warn who sees them."""
     if "class_counts" not in needs_of(method):
         return None
     logging.getLogger(__package__).warning(
@@ -181,7 +181,7 @@ def _class_counts(method: Method, population: Population, classes: int) -> Tenso
 def _permutations(
     method: Method, module: nn.Module, example: Tensor, device: torch.device
 ) -> tuple[Group, ...] | None:
-    """Return which units of the network may change places, for a method that matches neurons."""
+    """Return which units of the network may be permuted, for a method that matches neurons."""
     if "permutations" not in needs_of(method):
         return None
     from fedbasin.models.symmetries import permutations  # slow to import, and few runs need it
@@ -193,7 +193,7 @@ def _permutations(
 
 
 def _recalibration(experiment: Experiment, net: Net, proxy: Evaluator | None) -> Any:
-    """Return how statistics are renewed: forward passes over the server's rows."""
+    """Return the function that recomputes statistics by forward passes over the server's rows."""
     if experiment.sim.buffers != "recalibrate":
         return None
     if proxy is None:

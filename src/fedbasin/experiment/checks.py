@@ -1,4 +1,4 @@
-"""What is refused before data is loaded, and what is only warned of."""
+"""Refuse what cannot run before data is loaded, and warn of what may not work well."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_needs(experiment: Experiment) -> None:
 
 
 def log_cautions(method: Method, experiment: Experiment, net: Net, population: Population) -> None:
-    """Log why the method may not do what its paper says in this run."""
+    """Warn where the method may not do in this run what its paper says."""
     local, sizes = experiment.local, population.sizes[population.sizes > 0]
     optimiser = optimiser_of(local)
     plain = optimiser if isinstance(optimiser, SGD) else SGD()

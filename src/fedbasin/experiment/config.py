@@ -416,10 +416,11 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_preset(name: str) -> dict[str, Any]:
     """Read one of the presets that ship with fedbasin."""
     folder = resources.files("fedbasin.experiment") / "presets"
-    found = {p.name.removesuffix(".toml"): p for p in folder.iterdir() if p.name.endswith(".toml")}
-    if name not in found:
-        raise ConfigError(f"no preset is called {name!r}; there is {', '.join(sorted(found))}")
-    return tomllib.loads(found[name].read_text(encoding="utf-8"))
+    files = [file for file in folder.iterdir() if file.name.endswith(".toml")]
+    presets = {file.name.removesuffix(".toml"): file for file in files}
+    if name not in presets:
+        raise ConfigError(f"no preset is called {name!r}; available: {', '.join(sorted(presets))}")
+    return tomllib.loads(presets[name].read_text(encoding="utf-8"))
 
 
 def override(settings: dict[str, Any], assignments: list[str]) -> dict[str, Any]:

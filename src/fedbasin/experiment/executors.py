@@ -1,4 +1,4 @@
-"""Device, precision and executor of a run: what is picked where a setting says auto."""
+"""Pick the device, the precision and the executor of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedbasin.sim.workers import WorkerExecutor
 
 
 def pick_device(name: str) -> torch.device:
-    """Turn a device name into a device that is there."""
+    """Turn a device name into an available device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -40,7 +40,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_precision(name: str, device: torch.device) -> torch.dtype:
-    """Turn a precision's name into a floating type, and let CUDA use tf32 where it says so."""
+    """Turn a precision's name into a floating type, and allow or forbid tf32 on CUDA."""
     fast = device.type == "cuda" and name in ("auto", "tf32", "bf16")
     torch.backends.cuda.matmul.allow_tf32 = fast
     torch.backends.cudnn.allow_tf32 = fast
@@ -62,7 +62,7 @@ def pick_executor(
 ) -> Executor:
     """Choose how cohorts are trained: a matrix on CUDA and for small dense models, else a loop.
 
-    With `sim.workers` above 1 the loop is shared out to processes.
+    With `sim.workers` above 1 the loop is divided among processes.
     """
     sim, on_cuda = experiment.sim, trainer.net.device.type == "cuda"
     if sim.executor == "ray":
@@ -89,7 +89,7 @@ def _is_small(trainer: Trainer) -> bool:
 
 
 def compiling_pays(experiment: Experiment, population: Population, key: Key, on_cuda: bool) -> bool:
-    """Whether a run is long enough to compile its step, and on a CPU a compiler is there."""
+    """Whether a run is long enough to compile its step, and a CPU has a compiler."""
     rounds, local, sim = experiment.rounds, experiment.local, experiment.sim
     plan = plan_of(local)
     steps = [count_steps(plan, int(rows), local.batch) for rows in population.sizes]

@@ -1,4 +1,4 @@
-"""Rows of a run: cut for server and clients, and how they become inputs."""
+"""The rows of a run: which the server and each client have, and how they become inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rows:
 
 
 def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
-    """Split off the proxy set, thin tails, deal the training rows to clients, mislabel some."""
+    """Take out the proxy set, make long tails, divide the rows among clients, corrupt labels."""
     key = root(experiment.partition.seed if experiment.partition.seed >= 0 else experiment.seed)
     settings = experiment.data
     if not dataset.classes:
@@ -71,7 +71,7 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
 
 
 def _refuse_class_settings(experiment: Experiment, dataset: data.Dataset) -> None:
-    """Refuse settings that speak of classes where the targets have none."""
+    """Refuse settings about classes if the targets have none."""
     settings = experiment.data
     if settings.proxy_per_class:
         raise ConfigError(
@@ -106,7 +106,7 @@ def transform_of(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype
 
 
 def _refuse_pixel_settings(dataset: data.Dataset, settings: DataConfig) -> None:
-    """Refuse settings that speak of pixels where the inputs are no images."""
+    """Refuse settings about pixels if the inputs are not images."""
     if settings.normalise != "dataset":
         raise ConfigError(
             f"data.normalise is {settings.normalise!r}, which scales pixels, and {dataset.name} is "

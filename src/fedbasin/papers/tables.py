@@ -240,7 +240,7 @@ def load_table(name: str) -> Table:
     if name not in table_names():
         close = difflib.get_close_matches(name, table_names(), n=3, cutoff=0.4)
         raise PaperError(
-            f"no table is called {name!r}; there is {', '.join(close or table_names())}"
+            f"no table is called {name!r}; available: {', '.join(close or table_names())}"
         )
     paper, _, item = name.partition("/")
     return read_table((_folder(paper) / f"{item}.toml").read_text(encoding="utf-8"), name)
@@ -344,7 +344,7 @@ def _check_numbers(table: Table, where: str) -> None:
         for row, numbers in cells.items():
             here = f"{where}: {kind}.{row!r}"
             if row not in names:
-                raise PaperError(f"{here} is not a row; there is {', '.join(names)}")
+                raise PaperError(f"{here} is not a row; available: {', '.join(names)}")
             if not isinstance(numbers, list) or len(numbers) != len(table.columns):
                 raise PaperError(
                     f"{here} is {numbers!r}, it must hold {len(table.columns)} cells, one a column"
@@ -364,6 +364,8 @@ def select(axes: tuple[Axis, ...], patterns: str, what: str) -> list[Axis]:
         if not found:
             names = [axis.name for axis in axes]
             close = difflib.get_close_matches(pattern, names, n=4, cutoff=0.4) or names
-            raise PaperError(f"{what}: nothing is called {pattern!r}; there is {', '.join(close)}")
+            raise PaperError(
+                f"{what}: nothing is called {pattern!r}; available: {', '.join(close)}"
+            )
         chosen += [axis for axis in found if axis not in chosen]
     return [axis for axis in axes if axis in chosen]
