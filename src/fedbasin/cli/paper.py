@@ -95,23 +95,24 @@ def run(
     their first rounds.
     """
     from fedbasin.experiment.executors import pick_device
-    from fedbasin.papers import load_table, tasks_of
+    from fedbasin.papers import cell_runs_of, load_table
     from fedbasin.papers.run import Grid as Runs
 
     table = load_table(name)
     picked = _picked(table, rows, columns)
     numbers = _read_seeds(seeds) if seeds else list(table.seeds)
-    tasks, reasons = tasks_of(table, *picked, numbers, share=rounds, device=device)
+    cell_runs, reasons = cell_runs_of(table, *picked, numbers, share=rounds, device=device)
     for why, cells in reasons.items():
         shown = ", ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
         console.print(Text(f"cannot run {shown}: {why}", style="yellow"), soft_wrap=True)
-    if not tasks:
+    if not cell_runs:
         raise ValueError(f"{name}: none of the cells asked for can be run here")
-    grid = Runs(tuple(tasks), out, results or out / "results.jsonl", data_dir)
+    grid = Runs(tuple(cell_runs), out, results or out / "results.jsonl", data_dir)
     grid.collect()
     left = [run.rounds for run in grid.unfinished().values()]
     console.print(
-        Text(f"{len(tasks)} results asked for, {len(left)} runs to do, in {out}"), soft_wrap=True
+        Text(f"{len(cell_runs)} results asked for, {len(left)} runs to do, in {out}"),
+        soft_wrap=True,
     )
     if jobs is None:
         on_cpu = pick_device(device).type == "cpu"
@@ -149,7 +150,7 @@ def config(
     fedavg --column 'cifar10 cnn dir0.1' >cell.toml; fedbasin run cell.toml --set
     local.weight_decay=0[/bold]
     """
-    from fedbasin.papers import load_table, tasks_of
+    from fedbasin.papers import cell_runs_of, load_table
     from fedbasin.papers.tables import select
 
     table = load_table(name)
@@ -158,10 +159,10 @@ def config(
         if len(axes) > 1:
             raise ValueError(f"{option} names {', '.join(axis.name for axis in axes)}: name one")
     seed = table.seeds[0] if seed is None else seed
-    tasks, reasons = tasks_of(table, *picked, [seed], share=rounds)
-    if not tasks:
+    cell_runs, reasons = cell_runs_of(table, *picked, [seed], share=rounds)
+    if not cell_runs:
         raise ValueError(f"{name}: that cell cannot be run: {', '.join(reasons)}")
-    typer.echo(tasks[0].experiment.to_toml())
+    typer.echo(cell_runs[0].experiment.to_toml())
 
 
 @app.command()

@@ -35,7 +35,7 @@ _NO_MATTER = {
 
 
 @dataclass(frozen=True)
-class Task:
+class CellRun:
     """One cell with one seed: what is run, and what its line is written under."""
 
     table: Table
@@ -60,7 +60,7 @@ class Task:
 
     @property
     def command(self) -> str:
-        """The command that runs this task alone."""
+        """The command that does this run alone."""
         parts = ["fedbasin", "paper", "run", self.table.name, "--rows", self.row.name]
         parts += ["--columns", self.column.name, "--seeds", str(self.seed)]
         if self.share < 1:
@@ -163,7 +163,7 @@ def experiment_of(
     return from_mapping(settings).resolved()
 
 
-def tasks_of(
+def cell_runs_of(
     table: Table,
     rows: Sequence[Axis],
     columns: Sequence[Axis],
@@ -171,14 +171,14 @@ def tasks_of(
     *,
     share: float = 1.0,
     device: str = "auto",
-) -> tuple[list[Task], dict[str, list[str]]]:
+) -> tuple[list[CellRun], dict[str, list[str]]]:
     """Lay out a grid: what can be run, and for the rest the cells under each reason.
 
     All cells come with one seed before any comes with the next.
     """
     if not 0 < share <= 1:
         raise PaperError(f"--rounds is {share}: write the share of the paper's rounds, in (0, 1]")
-    tasks: list[Task] = []
+    cell_runs: list[CellRun] = []
     reasons: dict[str, list[str]] = {}
     for seed in seeds:
         for column in columns:
@@ -191,5 +191,5 @@ def tasks_of(
                     continue
                 whole = experiment_of(table, row, column, seed=seed, device=device)
                 part = replace(whole, rounds=max(1, round(share * whole.rounds)))
-                tasks.append(Task(table, row, column, seed, share, part, whole.rounds))
-    return tasks, reasons
+                cell_runs.append(CellRun(table, row, column, seed, share, part, whole.rounds))
+    return cell_runs, reasons

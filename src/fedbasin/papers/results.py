@@ -21,7 +21,7 @@ from fedbasin.core.expressions import fit, is_fit, type_name
 from fedbasin.core.lock import take
 from fedbasin.core.record import RoundRecord, RunFolder, rounds_to_target
 from fedbasin.data.sources import SOURCES
-from fedbasin.papers.grid import Task, experiment_of, fingerprint
+from fedbasin.papers.grid import CellRun, experiment_of, fingerprint
 from fedbasin.papers.tables import PaperError, Score, Table, paper_names
 from fedbasin.sim.provenance import begun_on
 
@@ -105,26 +105,26 @@ def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> fl
     return round(rows / published, 4)
 
 
-def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
+def result_of(cell_run: CellRun, path: Path, data_dir: Path | None = None) -> Result:
     """Return the line of a run that is over."""
     folder = RunFolder(path)
     summary, records = folder.read_summary(), folder.read_rounds()
-    score = task.table.score_of(task.row, task.column)
+    score = cell_run.table.score_of(cell_run.row, cell_run.column)
     accuracies = {str(record.round): _accuracy(score, record) for record in records}
     return Result(
-        table=task.table.name,
-        row=task.row.name,
-        column=task.column.name,
-        seed=task.seed,
+        table=cell_run.table.name,
+        row=cell_run.row.name,
+        column=cell_run.column.name,
+        seed=cell_run.seed,
         score=_rounded(score_of(score, records)),
         measure=score.text,
-        rounds=task.experiment.rounds,
-        full_rounds=task.full_rounds,
+        rounds=cell_run.experiment.rounds,
+        full_rounds=cell_run.full_rounds,
         shared_rounds=folder.read_branch().get("rounds", 0),
-        data_share=data_share(task.experiment.data.name, folder, data_dir),
+        data_share=data_share(cell_run.experiment.data.name, folder, data_dir),
         status=str(summary.get("status")),
-        config=task.config,
-        command=task.command,
+        config=cell_run.config,
+        command=cell_run.command,
         commit=summary.get("commit"),
         device=str(summary.get("device")),
         versions={**summary.get("versions", {}), "python": str(summary.get("python"))},
