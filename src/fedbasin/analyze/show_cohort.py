@@ -50,9 +50,10 @@ from fedbasin.core.vectors import shares
 
 def _cohort(snapshot: Snapshot) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return start, models, weights and ids of a snapshot that holds clients' models."""
-    start, models, weights, clients = (
-        snapshot.start, snapshot.models, snapshot.weights, snapshot.clients,
-    )  # fmt: skip
+    start = snapshot.start
+    models = snapshot.models
+    weights = snapshot.weights
+    clients = snapshot.clients
     assert start is not None and models is not None
     assert weights is not None and clients is not None
     return start, models, weights, clients
@@ -68,7 +69,10 @@ def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Wat
     """Take the squared error of each kept round apart; draws are runs, or late rounds of one."""
     first = subjects[0]
     tick = watch("decomposition", len(first.snapshots.stored()))
-    rounds, factors, averaged, far = [], list[Factors](), [], []
+    rounds = []
+    factors: list[Factors] = []
+    averaged = []
+    far = []
     whole = first.data.train
     for window in _windows(subjects, options.draws):
         _, models, weights, clients = _cohort(window[-1])
@@ -139,9 +143,12 @@ def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]
 )
 def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Average random subsets of the last kept cohort of each run."""
-    curves, gaps, notes = [], [], []
+    curves = []
+    gaps = []
+    notes = []
     for subject in subjects:
-        snapshot, name = subject.last_cohort(), label(subject, subjects)
+        snapshot = subject.last_cohort()
+        name = label(subject, subjects)
         _, models, weights, _ = _cohort(snapshot)
         evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
         tick = watch(f"averaging, {name}", len(models) * (options.count + 6))
@@ -175,10 +182,12 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the mean linear CKA of client models over rounds, and the last matrix."""
-    curves, notes = [], []
+    curves = []
+    notes = []
     for subject in subjects:
         tick = watch(f"cka, {label(subject, subjects)}", len(subject.snapshots.stored()))
-        rounds, means = [], []
+        rounds = []
+        means = []
         for snapshot in subject.kept():
             evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 1000)
             matrix = cka_matrix(_probabilities(evaluator, _cohort(snapshot)[1]))
@@ -203,13 +212,15 @@ def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fou
 )
 def show_locality(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the largest and the mean distance, and the cohort's divergence, over rounds."""
-    far, spread = [], []
+    far = []
+    spread = []
     for subject in subjects:
         found = [
             (float(s.round), locality(_cohort(s)[1], s.sent.to(_cohort(s)[1]), _cohort(s)[2]))
             for s in subject.kept()
         ]
-        x, name = tuple(r for r, _ in found), label(subject, subjects)
+        x = tuple(r for r, _ in found)
+        name = label(subject, subjects)
         far.append(Line(f"{name}, farthest", x, tuple(one.farthest for _, one in found)))
         far.append(Line(f"{name}, mean", x, tuple(one.mean for _, one in found)))
         spread.append(Line(name, x, tuple(one.divergence for _, one in found)))
@@ -228,7 +239,9 @@ def show_locality(subjects: Sequence[Subject], options: Options, watch: Watch) -
 )
 def show_selection(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw what FedCDA recorded: V picked against V newest, age, share of older models."""
-    spread, age, older = [], [], []
+    spread = []
+    age = []
+    older = []
     for subject in subjects:
         x, noted = subject.notes("divergence_newest", "divergence", "age", "older")
         name = label(subject, subjects)
@@ -253,12 +266,19 @@ def show_selection(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw gradient and heterogeneity coherence over the kept rounds."""
-    cohort, mean, mixes, groups, notes = [], [], [], [], []
+    cohort = []
+    mean = []
+    mixes = []
+    groups = []
+    notes = []
     marks = []
     for subject in subjects:
         name = label(subject, subjects)
         learnt = {r.round: r.notes["lambdas"] for r in subject.records if "lambdas" in r.notes}
-        rounds, found, overlap, grouped = [], [], [], []
+        rounds = []
+        found = []
+        overlap = []
+        grouped = []
         for snapshot in subject.kept():
             start, models, weights, clients = _cohort(snapshot)
             share = shares(weights)
@@ -301,9 +321,11 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_pearson(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Correlate each run's accumulated weights, and those of all runs together."""
-    rows, every = [], []
+    rows = []
+    every = []
     for subject in subjects:
-        records, counts = subject.noted("lambdas"), subject.data.counts.cpu().numpy()
+        records = subject.noted("lambdas")
+        counts = subject.data.counts.cpu().numpy()
         cohorts = [subject.data.cohort(r.round) for r in records]
         lambdas = [np.atleast_1d(r.notes["lambdas"]).tolist() for r in records]
         total = accumulate(len(counts), cohorts, lambdas)

@@ -92,7 +92,8 @@ def show_plane(subjects: Sequence[Subject], options: Options, watch: Watch) -> F
     places = torch.cat([found.corners, found.others]).tolist()
     marks = tuple(Mark(m.name, *place) for m, place in zip(models, places, strict=True))
     axes = ("distance along the first axis", "distance along the second axis")
-    x, y = numbers(found.x), numbers(found.y)
+    x = numbers(found.x)
+    y = numbers(found.y)
     panels = [
         Grid(title, *axes, title, x, y, table(values), marks)
         for title, values in (("test loss", found.loss), ("test error", found.error))
@@ -115,7 +116,8 @@ def _three(subject: Subject) -> tuple[str, ...]:
     stored = subject.snapshots.stored()
     for round in reversed(stored):
         snapshot = subject.snapshots.get(round)
-        clients, mean = snapshot.clients, f"mean:{round}"
+        clients = snapshot.clients
+        mean = f"mean:{round}"
         if clients is not None and len(clients) >= 3:
             named = [*(f"client{client}:{round}" for client in clients.tolist()[:3]), mean]
             same = torch.allclose(resolve([subject], mean).vector, snapshot.score)
@@ -138,7 +140,8 @@ def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) 
     """Draw the loss of gamma w for gamma from 0.9 to 1.1."""
     gammas = torch.linspace(0.9, 1.1, options.points)
     tick = watch("rescaling", len(gammas) * len(subjects))
-    curves, notes = [], []
+    curves = []
+    notes = []
     for subject in subjects:
         model = subject.last_model()
         evaluator = ground_for(subject.data.test, subject, options, model.buffers, 2000)
@@ -165,11 +168,16 @@ def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw top eigenvalues over rounds and the slice along the last model's sharpest direction."""
-    tops, ratios, slices, notes = [], [], [], []
+    tops = []
+    ratios = []
+    slices = []
+    notes = []
     for subject in subjects:
         name = label(subject, subjects)
         tick = watch(f"hessian of {name}", 0)
-        rounds, top, ratio = [], [], []
+        rounds = []
+        top = []
+        ratio = []
         for model in subject.models():
             evaluator = ground_for(subject.data.train, subject, options, model.buffers, 1000)
             vector = on_device(model.vector, evaluator)

@@ -39,10 +39,15 @@ _FEW = 12  # at most so many layers are drawn one by one
 )
 def show_shrinking(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw what FedLAW recorded, and the norm and spread of parameters of any run."""
-    gamma, terms, ratio, norms, spread = [], [], [], [], []
+    gamma = []
+    terms = []
+    ratio = []
+    norms = []
+    spread = []
     models = [subject.last_model() for subject in subjects]
     reach = max(float(model.vector.abs().max()) for model in models)
-    notes, ratios = [], dict[str, Tensor]()
+    notes = []
+    ratios: dict[str, Tensor] = {}
     for subject, model in zip(subjects, models, strict=True):
         name = label(subject, subjects)
         every = {r.round: r.model_norm for r in subject.records if r.model_norm is not None}
@@ -99,9 +104,12 @@ def _spread_of(ratios: dict[str, Tensor]) -> tuple[Line, ...]:
 def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw both definitions over rounds, and every layer of each run."""
     means: dict[str, list[Line]] = {"by class": [], "by mass": []}
-    panels, notes = list[Panel](), ["RECONSTRUCTION: the paper's definition is not at hand"]
+    panels: list[Panel] = []
+    notes = ["RECONSTRUCTION: the paper's definition is not at hand"]
     for subject in subjects:
-        name, rounds, found = label(subject, subjects), [], []
+        name = label(subject, subjects)
+        rounds = []
+        found = []
         tick = watch(f"neurons, {name}", len(subject.snapshots.stored()) or 1)
         for model in subject.models():
             evaluator = ground_for(subject.data.test, subject, options, model.buffers, 2000)
@@ -137,11 +145,16 @@ def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) ->
 )
 def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the last accuracy of each class, and the thirds over the kept rounds."""
-    bars, over_rounds, rows, notes = [], [], [], []
+    bars = []
+    over_rounds = []
+    rows = []
+    notes = []
     for subject in subjects:
-        name, counts = label(subject, subjects), subject.data.counts.sum(0)
+        name = label(subject, subjects)
+        counts = subject.data.counts.sum(0)
         tick = watch(f"classes, {name}", len(subject.snapshots.stored()) or 1)
-        rounds, found = [], []
+        rounds = []
+        found = []
         for model in subject.models():
             evaluator = ground_for(subject.data.test, subject, options, model.buffers, 0)
             answers = evaluator.outputs(model.vector[None])[0].argmax(1)
@@ -175,15 +188,20 @@ def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) ->
 )
 def show_collapse(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw cosines of classifier rows and features over the kept rounds."""
-    rows, align, other = [], [], []
+    rows = []
+    align = []
+    other = []
     for subject in subjects:
-        name, counts = label(subject, subjects), subject.data.counts.sum(0)
+        name = label(subject, subjects)
+        counts = subject.data.counts.sum(0)
         tick = watch(f"collapse, {name}", len(subject.snapshots.stored()) or 1)
-        rounds, found = [], []
+        rounds = []
+        found = []
         for model in subject.models():
             evaluator = ground_for(subject.data.test, subject, options, model.buffers, 0)
             vector = on_device(model.vector, evaluator)
-            head, features = _head(evaluator, vector), _features(evaluator, vector)
+            head = _head(evaluator, vector)
+            features = _features(evaluator, vector)
             found.append(collapse(head, features, evaluator.labels, counts))
             rounds.append(model.round)
             tick(1)
@@ -234,7 +252,9 @@ def show_curves(subjects: Sequence[Subject], options: Options, watch: Watch) -> 
     """Describe learning curves; the first run's method is the reference for participation."""
     headline = subjects[0].headline
     found = [curve_statistics(s.records, options.target, s.headline) for s in subjects]
-    raw, smoothed, rows = [], [], list[tuple[Cell, ...]]()
+    raw = []
+    smoothed = []
+    rows: list[tuple[Cell, ...]] = []
     for subject, one in zip(subjects, found, strict=True):
         name = label(subject, subjects)
         raw.append(Line(name, numbers(one.rounds), numbers(one.accuracy)))

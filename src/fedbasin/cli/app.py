@@ -138,7 +138,11 @@ def _settings(config: Path | None, preset: str | None, assignments: list[str] | 
 
     if config is not None and preset is not None:
         raise ConfigError("give a config file or --preset, not both")
-    settings = read_config(config) if config else read_preset(preset) if preset else {}
+    settings = {}
+    if config is not None:
+        settings = read_config(config)
+    elif preset:
+        settings = read_preset(preset)
     return from_mapping(override(settings, assignments or []))
 
 

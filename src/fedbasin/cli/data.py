@@ -145,7 +145,8 @@ def _fetch(name: str, data_dir: Path | None, cache_dir: Path | None) -> Fetched:
 
 def _describe(found: Fetched) -> None:
     """Print everything known about a loaded dataset."""
-    dataset, console = found.dataset, Console(soft_wrap=True)
+    dataset = found.dataset
+    console = Console(soft_wrap=True)
     facts = Table.grid(padding=(0, 2))
     facts.add_row("name", escape(dataset.name))
     facts.add_row("inputs", f"{dataset.kind}, {'x'.join(map(str, dataset.train.inputs.shape[1:]))}")

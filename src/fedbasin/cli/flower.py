@@ -132,7 +132,8 @@ def _run(
     deadline = time.monotonic() + timeout
     before = run.summary.stat().st_mtime_ns if run.summary.exists() else 0
     process = federation.run(folder, settings)
-    accuracy, told = TextColumn("{task.fields[accuracy]}"), time.monotonic()
+    accuracy = TextColumn("{task.fields[accuracy]}")
+    told = time.monotonic()
     with bar(console, TimeRemainingColumn(), accuracy) as progress:
         total = settings.get("rounds", _rounds(folder))
         task = progress.add_task("waiting for the nodes", total=total, accuracy="")

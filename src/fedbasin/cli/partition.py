@@ -59,7 +59,8 @@ def partition(
     choice = parse(how, kind="partition")
     dataset = load(data, data_dir=data_dir)
     pool = Pool(dataset.train.labels, len(dataset.classes), dataset.train.groups)
-    rows, title = pool.rows, f"{data}, {choice}, {clients:,} clients, seed {seed}"
+    rows = pool.rows
+    title = f"{data}, {choice}, {clients:,} clients, seed {seed}"
     if imbalance != 1:
         if not pool.classes:
             raise ValueError(
@@ -152,8 +153,10 @@ def _table(title: str, columns: list[str]) -> Table:
 
 
 def _totals(shared: Partition, rows: int) -> str:
-    dealt, empty = len(shared.order), int((shared.sizes() == 0).sum())
-    held, pooled = len(np.unique(shared.order)), shared.rows
+    dealt = len(shared.order)
+    empty = int((shared.sizes() == 0).sum())
+    held = len(np.unique(shared.order))
+    pooled = shared.rows
     parts = [f"{held:,} of {rows:,} rows held"]
     parts += [f"{dealt - held:,} held again"] if held < dealt else []
     parts += [f"{rows - pooled:,} thinned out"] if pooled < rows else []

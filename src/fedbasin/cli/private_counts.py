@@ -62,9 +62,11 @@ def private_counts(
             f"{cost.add_ms:.1f}",
             f"{cost.decrypt_ms:.1f}",
         )
-    console, first = Console(), costs[0]
+    console = Console()
+    first = costs[0]
     console.print(table)
-    up, down = clients * first.message / 1e6, clients * first.public / 1e6
+    up = clients * first.message / 1e6
+    down = clients * first.public / 1e6
     console.print(
         f"{numbers[0]} classes in all: {up:.2f} MB of encrypted counts up, {down:.2f} MB of public "
         f"keys down ({first.public} bytes each), which take {first.keys_ms:.0f} ms to make and "

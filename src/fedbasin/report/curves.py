@@ -94,5 +94,6 @@ def _band(
     rounds = sorted(set.intersection(*(set(found) for found in scored)))
     table = np.array([[found[r] for r in rounds] for found in scored], dtype=float)
     table = table.reshape(len(runs), len(rounds), 2)
-    x, values = table[..., 0].mean(0), table[..., 1]
+    x = table[..., 0].mean(0)
+    values = table[..., 1]
     return x, values.min(0), values.mean(0), values.max(0)
