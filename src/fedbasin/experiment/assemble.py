@@ -209,15 +209,16 @@ def _recalibration(experiment: Experiment, net: Net, proxy: Evaluator | None) ->
         A training pass turns old statistics s into (1 - m) s + m b, where b are the batch's
         and m is a layer's momentum; passes from zeros and from ones give m, then b.
         """
-        key, zeros = Key(0).tensor(vector.device), torch.zeros_like(buffers)
+        key = Key(0).tensor(vector.device)
+        zeros = torch.zeros_like(buffers)
 
         def after(raw: Tensor, old: Tensor) -> Tensor:
             return net(vector, proxy.transform(raw, None), old, key=key, training=True).buffers
 
         chunks = proxy.inputs.split(500)
         momentum = 1 - (after(chunks[0], torch.ones_like(buffers)) - after(chunks[0], zeros))
-        found = sum(after(raw, zeros) * len(raw) for raw in chunks) / proxy.size
+        mean = sum(after(raw, zeros) * len(raw) for raw in chunks) / proxy.size
         untouched = momentum < 1e-6
-        return torch.where(untouched, buffers, found / momentum.masked_fill(untouched, 1.0))
+        return torch.where(untouched, buffers, mean / momentum.masked_fill(untouched, 1.0))
 
     return recalibrate

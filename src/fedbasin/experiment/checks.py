@@ -48,7 +48,8 @@ def check_needs(experiment: Experiment) -> None:
 
 def log_cautions(method: Method, experiment: Experiment, net: Net, population: Population) -> None:
     """Warn where the method may not do in this run what its paper says."""
-    local, sizes = experiment.local, population.sizes[population.sizes > 0]
+    local = experiment.local
+    sizes = population.sizes[population.sizes > 0]
     optimiser = optimiser_of(local)
     plain = optimiser if isinstance(optimiser, SGD) else SGD()
     setting = Setting(
@@ -65,5 +66,7 @@ def log_cautions(method: Method, experiment: Experiment, net: Net, population: P
         logging.getLogger(__package__).warning(
             "local.lr = %g is the default, which is meant for SGD; %s is most often run at %g: set "
             "local.lr",
-            *(local.lr, optimiser, optimiser.default_lr),
+            local.lr,
+            optimiser,
+            optimiser.default_lr,
         )

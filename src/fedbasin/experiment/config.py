@@ -273,52 +273,55 @@ def _check_proxy(data: DataConfig) -> None:
 
 
 def _check_ranges(experiment: Experiment) -> None:
-    e, low = (
-        experiment,
-        [
-            ("rounds", experiment.rounds, 1),
-            ("seed", experiment.seed, 0),
-            ("data.proxy_per_class", experiment.data.proxy_per_class, 0),
-            ("data.proxy_rows", experiment.data.proxy_rows, 0),
-            ("partition.clients", experiment.partition.clients, 1),
-            ("partition.seed", experiment.partition.seed, -1),
-            ("local.lr", experiment.local.lr, 0),
-            ("local.epochs", experiment.local.epochs, 1),
-            ("local.steps", experiment.local.steps, 0),
-            ("local.batch", experiment.local.batch, 1),
-            ("local.weight_decay", experiment.local.weight_decay, 0),
-            ("local.clip", experiment.local.clip, 0),
-            ("sim.workers", experiment.sim.workers, 0),
-            ("sim.chunk", experiment.sim.chunk, 0),
-            ("sim.memory", experiment.sim.memory, 0),
-            ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
-            ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
-            ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
-            ("sim.client_memory", experiment.sim.client_memory, 0),
-            ("snapshots.every", experiment.snapshots.every, 0),
-        ],
-    )
-    for name, value, least in low:
+    least_values = [
+        ("rounds", experiment.rounds, 1),
+        ("seed", experiment.seed, 0),
+        ("data.proxy_per_class", experiment.data.proxy_per_class, 0),
+        ("data.proxy_rows", experiment.data.proxy_rows, 0),
+        ("partition.clients", experiment.partition.clients, 1),
+        ("partition.seed", experiment.partition.seed, -1),
+        ("local.lr", experiment.local.lr, 0),
+        ("local.epochs", experiment.local.epochs, 1),
+        ("local.steps", experiment.local.steps, 0),
+        ("local.batch", experiment.local.batch, 1),
+        ("local.weight_decay", experiment.local.weight_decay, 0),
+        ("local.clip", experiment.local.clip, 0),
+        ("sim.workers", experiment.sim.workers, 0),
+        ("sim.chunk", experiment.sim.chunk, 0),
+        ("sim.memory", experiment.sim.memory, 0),
+        ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
+        ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
+        ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
+        ("sim.client_memory", experiment.sim.client_memory, 0),
+        ("snapshots.every", experiment.snapshots.every, 0),
+    ]
+    for name, value, least in least_values:
         if not value >= least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
     shares = [
-        ("partition.hold_out", e.partition.hold_out),
-        ("local.momentum", e.local.momentum),
-        ("sim.dropout", e.sim.dropout),
+        ("partition.hold_out", experiment.partition.hold_out),
+        ("local.momentum", experiment.local.momentum),
+        ("sim.dropout", experiment.sim.dropout),
     ]
     for name, share in shares:
         if not 0 <= share < 1:
             raise ConfigError(f"{name} must be in [0, 1), got {share}")
-    tails = [("imbalance", e.data.imbalance), ("proxy_imbalance", e.data.proxy_imbalance)]
-    for name, ratio in tails:
+    ratios = [
+        ("data.imbalance", experiment.data.imbalance),
+        ("data.proxy_imbalance", experiment.data.proxy_imbalance),
+    ]
+    for name, ratio in ratios:
         if not 0 < ratio <= 1:
-            raise ConfigError(f"data.{name} must be in (0, 1], got {ratio}")
-    _check_proxy(e.data)
-    if not 0 <= e.partition.corrupted <= 1:
-        raise ConfigError(f"partition.corrupted must be in [0, 1], got {e.partition.corrupted}")
-    for round in e.snapshots.rounds:
-        if not 1 <= round <= e.rounds:
-            raise ConfigError(f"snapshots.rounds must lie in 1 to {e.rounds} (rounds), got {round}")
+            raise ConfigError(f"{name} must be in (0, 1], got {ratio}")
+    _check_proxy(experiment.data)
+    corrupted = experiment.partition.corrupted
+    if not 0 <= corrupted <= 1:
+        raise ConfigError(f"partition.corrupted must be in [0, 1], got {corrupted}")
+    for round in experiment.snapshots.rounds:
+        if not 1 <= round <= experiment.rounds:
+            raise ConfigError(
+                f"snapshots.rounds must lie in 1 to {experiment.rounds} (rounds), got {round}"
+            )
 
 
 def _check_optimiser(experiment: Experiment) -> None:

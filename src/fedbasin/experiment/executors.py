@@ -54,7 +54,8 @@ MATRIX_PAYS_BELOW = 200_000
 COMPILING_PAYS_FROM = 20_000
 # It takes a GPU half a minute, and on a CIFAR CNN that is won back in about 300 rounds of ten
 # clients with 500 rows and 5 epochs: as many rounds, or rows in fewer and larger ones.
-GPU_ROUNDS, GPU_ROWS = 300, 7_500_000
+GPU_ROUNDS = 300
+GPU_ROWS = 7_500_000
 
 
 def pick_executor(
@@ -64,7 +65,8 @@ def pick_executor(
 
     With `sim.workers` above 1 the loop is divided among processes.
     """
-    sim, on_cuda = experiment.sim, trainer.net.device.type == "cuda"
+    sim = experiment.sim
+    on_cuda = trainer.net.device.type == "cuda"
     if sim.executor == "ray":
         return _on_ray(experiment, trainer, population, key)
     if not on_cuda:
@@ -90,7 +92,9 @@ def _is_small(trainer: Trainer) -> bool:
 
 def compiling_pays(experiment: Experiment, population: Population, key: Key, on_cuda: bool) -> bool:
     """Whether a run is long enough to compile its step, and a CPU has a compiler."""
-    rounds, local, sim = experiment.rounds, experiment.local, experiment.sim
+    rounds = experiment.rounds
+    local = experiment.local
+    sim = experiment.sim
     plan = plan_of(local)
     steps = [count_steps(plan, int(rows), local.batch) for rows in population.sizes]
     if on_cuda:

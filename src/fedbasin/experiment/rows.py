@@ -10,9 +10,12 @@ import torch
 
 from fedbasin import data, partition
 from fedbasin.core.expressions import Choice, parse
-from fedbasin.core.rng import root
+from fedbasin.core.rng import Key, root
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
+
+# Mean and standard deviation of `data.normalise`, for pixels in [0, 1].
+_SCALES = {"symmetric": (0.5, 0.5), "unit": (0.0, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Rows:
 
 def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
     """Take out the proxy set, make long tails, divide the rows among clients, corrupt labels."""
-    key = root(experiment.partition.seed if experiment.partition.seed >= 0 else experiment.seed)
+    seed = experiment.partition.seed
+    key = root(seed if seed >= 0 else experiment.seed)
     settings = experiment.data
     if not dataset.classes:
         _refuse_class_settings(experiment, dataset)
@@ -39,16 +43,13 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         rng=key.fold("proxy").numpy(),
     )
     classes = len(dataset.classes)
-    train, proxy = splits.train, splits.proxy
+    train = splits.train
     if settings.imbalance < 1:
         draws = key.fold("longtail").numpy()
         train = train.take(partition.longtail(train.labels, classes, settings.imbalance, draws))
-    if proxy is not None and settings.proxy_imbalance < 1:
-        draws = key.fold("proxy longtail").numpy()
-        tail = partition.longtail(proxy.labels, classes, settings.proxy_imbalance, draws)
-        proxy = proxy.take(tail)
-    if proxy is not None and settings.proxy_evened:
-        proxy = proxy.take(partition.evened(proxy.labels, classes))
+    proxy = splits.proxy
+    if proxy is not None:
+        proxy = _thin_proxy(proxy, settings, classes, key)
     how: Choice = parse(experiment.partition.how, "partition")
     pool = partition.Pool(train.labels, classes, train.groups)  # 0 classes: targets without any
     try:
@@ -59,15 +60,27 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         parts = parts.hold_out(experiment.partition.hold_out, key.fold("hold out").numpy())
     corrupted: frozenset[int] = frozenset()
     if experiment.partition.corrupted:
-        share, draws = experiment.partition.corrupted, key.fold("corrupted").numpy()
+        share = experiment.partition.corrupted
+        draws = key.fold("corrupted").numpy()
         try:
             labels = partition.exchange_labels(train.labels, parts, classes, share, draws)
         except ValueError as error:
             raise ConfigError(f"partition.corrupted: {error}") from error
-        others = labels != train.labels
-        corrupted = frozenset(i for i, mine in enumerate(parts.clients) if others[mine].any())
+        changed = labels != train.labels
+        corrupted = frozenset(i for i, mine in enumerate(parts.clients) if changed[mine].any())
         train = replace(train, labels=labels)
     return Rows(data.Splits(train, proxy, splits.test), parts, classes, corrupted)
+
+
+def _thin_proxy(proxy: data.Rows, settings: DataConfig, classes: int, key: Key) -> data.Rows:
+    """Give the server's rows a long tail, or equally many of each class, if asked for."""
+    if settings.proxy_imbalance < 1:
+        draws = key.fold("proxy longtail").numpy()
+        tail = partition.longtail(proxy.labels, classes, settings.proxy_imbalance, draws)
+        proxy = proxy.take(tail)
+    if settings.proxy_evened:
+        proxy = proxy.take(partition.evened(proxy.labels, classes))
+    return proxy
 
 
 def _refuse_class_settings(experiment: Experiment, dataset: data.Dataset) -> None:
@@ -95,12 +108,14 @@ def _refuse_class_settings(experiment: Experiment, dataset: data.Dataset) -> Non
 
 def transform_of(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype) -> Any:
     """Return what turns stored rows into the network's inputs."""
-    middle, spread = {"symmetric": (0.5, 0.5), "unit": (0.0, 1.0)}.get(settings.normalise, (0, 0))
-    mean, std = dataset.mean, dataset.std
+    mean = dataset.mean
+    std = dataset.std
     if dataset.kind != "image":
         _refuse_pixel_settings(dataset, settings)
     elif settings.normalise != "dataset":
-        mean, std = (middle,) * len(mean), (spread,) * len(std)
+        middle, spread = _SCALES[settings.normalise]
+        mean = (middle,) * len(mean)
+        std = (spread,) * len(std)
     transform = Transform(mean, std, augment=settings.augment, kind=dataset.kind)
     return partial(transform, dtype=dtype)
 

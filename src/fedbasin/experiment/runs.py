@@ -219,16 +219,19 @@ def _announce_snapshots(federation: Federation, folder: RunFolder) -> None:
     if federation.snapshots is None or not federation.snapshots.rounds:
         return
     disk = next(path for path in folder.path.absolute().parents if path.exists())
-    size, free = federation.snapshot_bytes() / 1e6, shutil.disk_usage(disk).free / 1e6
+    size = federation.snapshot_bytes() / 1e6
+    free = shutil.disk_usage(disk).free / 1e6
     count = len(federation.snapshots.rounds)
     if size > free:
         raise ConfigError(
             f"snapshots: {count} rounds take up to {size:,.0f} MB, {disk} has {free:,.0f} "
             "MB left; keep fewer rounds or write snapshots.clients = false"
         )
-    told = count, f"{size:,.1f}", folder.snapshots
     logging.getLogger(__package__).warning(
-        "snapshots: models of %d rounds take up to %s MB in %s", *told
+        "snapshots: models of %d rounds take up to %s MB in %s",
+        count,
+        f"{size:,.1f}",
+        folder.snapshots,
     )
 
 
@@ -277,14 +280,18 @@ def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: P
     """Lay out a comparison: every method with every seed, a folder each."""
     if not methods or not seeds:
         raise ConfigError("a comparison needs at least one method and one seed")
-    found = [
-        replace(base, method=method, seed=seed).resolved() for seed in seeds for method in methods
-    ]
-    if twice := [e for i, e in enumerate(found) if e in found[:i]]:
-        raise ConfigError(f"a comparison lists {twice[0].method} with seed {twice[0].seed} twice")
-    for each in found:
-        check_needs(each)  # before any training starts
-    return [Cell(e, out / slug(e.method) / f"seed{e.seed}", root=out) for e in found]
+    experiments: list[Experiment] = []
+    for seed in seeds:
+        for method in methods:
+            experiment = replace(base, method=method, seed=seed).resolved()
+            if experiment in experiments:
+                raise ConfigError(
+                    f"a comparison lists {experiment.method} with seed {experiment.seed} twice"
+                )
+            experiments.append(experiment)
+    for experiment in experiments:
+        check_needs(experiment)  # before any training starts
+    return [Cell(e, out / slug(e.method) / f"seed{e.seed}", root=out) for e in experiments]
 
 
 def run_cell(
@@ -432,11 +439,11 @@ def commit_of(file: Path) -> str | None:
             ["ls-files", "--error-unmatch", file.name],
             ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
         ):
-            found = subprocess.run(
+            answer = subprocess.run(
                 [*git, *command], capture_output=True, text=True, timeout=10, check=False
             )
-            if found.returncode:
+            if answer.returncode:
                 return None
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return answer.stdout.strip() or None

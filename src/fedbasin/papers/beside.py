@@ -239,7 +239,8 @@ def _verdict(cell: Compared) -> str:
 
     Rounds have no points to be near by: what counts is how many are saved.
     """
-    ours, kind = cell.ours, cell.score.kind
+    ours = cell.ours
+    kind = cell.score.kind
     rounds = kind == "rounds_to_target"
     if ours is None or kind == "note" or (rounds and cell.gain_paper is None):
         return "-"

@@ -54,9 +54,15 @@ class CellRun:
     @property
     def key(self) -> tuple[str, str, str, int, int, str, str]:
         """What its line is found by."""
-        cell = self.table.name, self.row.name, self.column.name
-        measure = self.table.score_of(self.row, self.column).text
-        return *cell, self.seed, self.experiment.rounds, self.config, measure
+        return (
+            self.table.name,
+            self.row.name,
+            self.column.name,
+            self.seed,
+            self.experiment.rounds,
+            self.config,
+            self.table.score_of(self.row, self.column).text,
+        )
 
     @property
     def command(self) -> str:
@@ -74,20 +80,21 @@ class CellRun:
 
 def fingerprint(experiment: Experiment) -> str:
     """Hash the settings that differ from the defaults, so that a new setting changes no hash."""
-    now, default = _flat(asdict(experiment.resolved())), _flat(asdict(Experiment()))
+    now = _flat(asdict(experiment.resolved()))
+    default = _flat(asdict(Experiment()))
     changed = {k: v for k, v in now.items() if v != default[k] and k not in _NO_MATTER}
     written = json.dumps(changed, sort_keys=True)
     return hashlib.blake2b(written.encode(), digest_size=8).hexdigest()
 
 
 def _flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{path}{key}.")
+            flat |= _flat(value, f"{path}{key}.")
         else:
-            found[f"{path}{key}"] = value
-    return found
+            flat[f"{path}{key}"] = value
+    return flat
 
 
 def method_of(table: Table, row: Axis, column: Axis) -> str:
@@ -95,8 +102,8 @@ def method_of(table: Table, row: Axis, column: Axis) -> str:
     values = {**table.values, **column.values, **row.values}
     template = row.method or column.method or table.setup.get("method", "fedavg")
 
-    def fill(found: re.Match[str]) -> str:
-        name = found[1]
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
         if name not in values:
             raise PaperError(
                 f"{table.name}.toml: method {template!r} of row {row.name!r}, column "
@@ -187,7 +194,8 @@ def cell_runs_of(
                 if why:
                     cells = reasons.setdefault(why, [])
                     name = f"{row.name} | {column.name}"
-                    cells += [] if name in cells else [name]
+                    if name not in cells:
+                        cells.append(name)
                     continue
                 whole = experiment_of(table, row, column, seed=seed, device=device)
                 part = replace(whole, rounds=max(1, round(share * whole.rounds)))

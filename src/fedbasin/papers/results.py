@@ -62,8 +62,15 @@ class Result:
     @property
     def key(self) -> tuple[str, str, str, int, int, str, str]:
         """What a second line of the same run and score would share."""
-        cell = self.table, self.row, self.column
-        return *cell, self.seed, self.rounds, self.config, self.measure
+        return (
+            self.table,
+            self.row,
+            self.column,
+            self.seed,
+            self.rounds,
+            self.config,
+            self.measure,
+        )
 
 
 def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
@@ -108,7 +115,8 @@ def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> fl
 def result_of(cell_run: CellRun, path: Path, data_dir: Path | None = None) -> Result:
     """Return the line of a run that is over."""
     folder = RunFolder(path)
-    summary, records = folder.read_summary(), folder.read_rounds()
+    summary = folder.read_summary()
+    records = folder.read_rounds()
     score = cell_run.table.score_of(cell_run.row, cell_run.column)
     accuracies = {str(record.round): _accuracy(score, record) for record in records}
     return Result(
@@ -209,7 +217,8 @@ def fresh(table: Table, results: Iterable[Result]) -> list[Result]:
     for result in results:
         if result.table != table.name or result.row not in rows or result.column not in columns:
             continue
-        row, column = rows[result.row], columns[result.column]
+        row = rows[result.row]
+        column = columns[result.column]
         if result.measure != table.score_of(row, column).text:
             continue
         whole = experiment_of(table, row, column, seed=result.seed)

@@ -48,7 +48,9 @@ class Grid:
         written = {line.key for line in self._written()}
         for path, cell_runs in self._by_path.items():
             left = [cell_run for cell_run in cell_runs if cell_run.key not in written]
-            for cell_run in left if left and over(path) else ():
+            if not left or not over(path):
+                continue
+            for cell_run in left:
                 append(self.results, result_of(cell_run, path, self.data_dir))
 
     def unfinished(self) -> dict[Path, Experiment]:
@@ -102,10 +104,10 @@ class Grid:
 
     @cached_property
     def _by_path(self) -> dict[Path, list[CellRun]]:
-        found: dict[Path, list[CellRun]] = defaultdict(list)
+        by_path: dict[Path, list[CellRun]] = defaultdict(list)
         for cell_run in self.cell_runs:
-            found[cell_run.folder(self.out)].append(cell_run)
-        return found
+            by_path[cell_run.folder(self.out)].append(cell_run)
+        return by_path
 
     def _written(self) -> list[Result]:
         return read(self.results) if self.results.exists() else []

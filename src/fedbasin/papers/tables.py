@@ -211,15 +211,15 @@ def paper_names() -> list[str]:
 @cache
 def table_names() -> tuple[str, ...]:
     """Return the names of all tables and figures, paper by paper, tables first."""
-    found = []
+    tables: list[str] = []
     for paper in paper_names():
         files = [file.name for file in _folder(paper).iterdir() if file.name.endswith(".toml")]
         names = [name.removesuffix(".toml") for name in files if name != "paper.toml"]
         order = sorted(
             names, key=lambda n: (n.startswith("fig"), int(re.sub(r"\D", "", n) or 0), n)
         )
-        found += [f"{paper}/{name}" for name in order]
-    return tuple(found)
+        tables += [f"{paper}/{name}" for name in order]
+    return tuple(tables)
 
 
 def _folder(paper: str) -> Any:
@@ -312,17 +312,8 @@ def _build(cls: type[_T], raw: Any, where: str) -> _T:
 
 
 def _check(table: Table, where: str) -> None:
-    for kind, axes in (("rows", table.rows), ("columns", table.columns)):
-        names = [axis.name for axis in axes]
-        if not names:
-            raise PaperError(f"{where}: {kind} is empty")
-        for axis in axes:
-            if not axis.name or re.search(r"[,*?\[\]|]", axis.name) or names.count(axis.name) > 1:
-                raise PaperError(
-                    f"{where}: {kind} name {axis.name!r} must be given once, without , * ? [ ] |"
-                )
-            if axis.over and (axis.over not in names or axis.over == axis.name):
-                raise PaperError(f"{where}: {kind}.over is {axis.over!r}, not another of {names}")
+    _check_axes("rows", table.rows, where)
+    _check_axes("columns", table.columns, where)
     if not table.seeds:
         raise PaperError(f"{where}: seeds is empty")
     for row in table.rows:
@@ -336,6 +327,19 @@ def _check(table: Table, where: str) -> None:
         for patterns, axes in ((finding.rows, table.rows), (finding.columns, table.columns)):
             for pattern in patterns:
                 select(axes, pattern, where)
+
+
+def _check_axes(kind: str, axes: tuple[Axis, ...], where: str) -> None:
+    names = [axis.name for axis in axes]
+    if not names:
+        raise PaperError(f"{where}: {kind} is empty")
+    for axis in axes:
+        if not axis.name or re.search(r"[,*?\[\]|]", axis.name) or names.count(axis.name) > 1:
+            raise PaperError(
+                f"{where}: {kind} name {axis.name!r} must be given once, without , * ? [ ] |"
+            )
+        if axis.over and (axis.over not in names or axis.over == axis.name):
+            raise PaperError(f"{where}: {kind}.over is {axis.over!r}, not another of {names}")
 
 
 def _check_numbers(table: Table, where: str) -> None:
@@ -360,12 +364,12 @@ def select(axes: tuple[Axis, ...], patterns: str, what: str) -> list[Axis]:
     """Return the rows or columns that a comma-separated list of names or patterns means."""
     chosen: list[Axis] = []
     for pattern in (part.strip() for part in patterns.split(",")):
-        found = [axis for axis in axes if fnmatchcase(axis.name, pattern)]
-        if not found:
+        matching = [axis for axis in axes if fnmatchcase(axis.name, pattern)]
+        if not matching:
             names = [axis.name for axis in axes]
             close = difflib.get_close_matches(pattern, names, n=4, cutoff=0.4) or names
             raise PaperError(
                 f"{what}: nothing is called {pattern!r}; available: {', '.join(close)}"
             )
-        chosen += [axis for axis in found if axis not in chosen]
+        chosen += [axis for axis in matching if axis not in chosen]
     return [axis for axis in axes if axis in chosen]
