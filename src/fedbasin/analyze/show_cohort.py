@@ -156,9 +156,9 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
         mean = error_by_count(evaluator, models, weights, key, options.count, tick)
         ensemble = ensemble_by_count(evaluator, models, weights, key, options.count)
         gap = ensemble_gap(evaluator, models, weights, tick=tick)
-        for what, found in ((name, mean), (f"{name}, ensemble", ensemble)):
-            band = (numbers(found.low), numbers(found.high))
-            curves.append(Line(what, numbers(found.averaged), numbers(found.mean), *band))
+        for what, curve in ((name, mean), (f"{name}, ensemble", ensemble)):
+            band = (numbers(curve.low), numbers(curve.high))
+            curves.append(Line(what, numbers(curve.averaged), numbers(curve.mean), *band))
         gaps.append(Line(name, numbers(gap.distance), numbers(gap.gap)))
         notes += [
             f"{subject.name}: round {snapshot.round}, {rows_note(evaluator, subject.data.test)}",
@@ -215,15 +215,15 @@ def show_locality(subjects: Sequence[Subject], options: Options, watch: Watch) -
     far = []
     spread = []
     for subject in subjects:
-        found = [
+        distances = [
             (float(s.round), locality(_cohort(s)[1], s.sent.to(_cohort(s)[1]), _cohort(s)[2]))
             for s in subject.kept()
         ]
-        x = tuple(r for r, _ in found)
+        x = tuple(r for r, _ in distances)
         name = label(subject, subjects)
-        far.append(Line(f"{name}, farthest", x, tuple(one.farthest for _, one in found)))
-        far.append(Line(f"{name}, mean", x, tuple(one.mean for _, one in found)))
-        spread.append(Line(name, x, tuple(one.divergence for _, one in found)))
+        far.append(Line(f"{name}, farthest", x, tuple(one.farthest for _, one in distances)))
+        far.append(Line(f"{name}, mean", x, tuple(one.mean for _, one in distances)))
+        spread.append(Line(name, x, tuple(one.divergence for _, one in distances)))
     return Found(
         [
             Lines("locality", "round", "|w_k - w|", tuple(far)),
@@ -276,7 +276,7 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
         name = label(subject, subjects)
         learnt = {r.round: r.notes["lambdas"] for r in subject.records if "lambdas" in r.notes}
         rounds = []
-        found = []
+        coherences = []
         overlap = []
         grouped = []
         for snapshot in subject.kept():
@@ -285,30 +285,32 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
             weighed = torch.tensor(learnt.get(snapshot.round, []), dtype=torch.float64)
             if weighed.shape == share.shape:  # fedcda(merge=fedlaw) weighs other clients too
                 share = weighed
-            found.append(gradient_coherence(start, models, share))
+            coherences.append(gradient_coherence(start, models, share))
             overlap.append(heterogeneity_coherence(subject.data.counts, clients, share))
-            grouped.append(group_coherence(found[-1].pairs, clients.tolist(), options.groups))
+            grouped.append(group_coherence(coherences[-1].pairs, clients.tolist(), options.groups))
             rounds.append(snapshot.round)
         x = numbers(rounds)
-        cohort.append(Line(name, x, tuple(one.cohort for one in found)))
-        mean.append(Line(name, x, tuple(one.mean for one in found)))
+        cohort.append(Line(name, x, tuple(one.cohort for one in coherences)))
+        mean.append(Line(name, x, tuple(one.mean for one in coherences)))
         mixes.append(Line(f"{name}, 1 - TV", x, tuple(one.one_minus_tv for one in overlap)))
         mixes.append(Line(f"{name}, cosine", x, tuple(one.cosine for one in overlap)))
         for a, b in grouped[-1]:
             where = f"{name}, group {a + 1}" + ("" if a == b else f" with {b + 1}")
             groups.append(Line(where, x, tuple(one[a, b] for one in grouped)))
-        crossed = critical_round(rounds, [one.cohort for one in found])
+        crossed = critical_round(rounds, [one.cohort for one in coherences])
         notes.append(f"{subject.name}: critical round {crossed or 'not reached'} (of those kept)")
         if crossed is not None:
             marks.append(Mark(f"critical round, {name}", float(crossed), 0.0))
-    size = numbers(torch.arange(len(found[-1].pairs)))
+    size = numbers(torch.arange(len(coherences[-1].pairs)))
     title = f"cos(g_i, g_j) at round {rounds[-1]}, {name}"
     panels: list[Panel] = [
         Lines("coherence of the cohort", "round", "c_cohort", tuple(cohort), tuple(marks)),
         Lines("mean of pairs", "round", "mean cos(g_i, g_j)", tuple(mean)),
         *([Lines("groups", "round", "mean cos(g_i, g_j)", tuple(groups))] if groups else []),
         Lines("heterogeneity coherence", "round", "similarity", tuple(mixes)),
-        Grid(title, "client of the cohort", "client", "cos", size, size, table(found[-1].pairs)),
+        Grid(
+            title, "client of the cohort", "client", "cos", size, size, table(coherences[-1].pairs)
+        ),
     ]
     weights_note = "lambda: as learnt where the method records the cohort's, else by samples"
     return Found(panels, [*notes, weights_note])

@@ -86,27 +86,27 @@ def show_plane(subjects: Sequence[Subject], options: Options, watch: Watch) -> F
     vectors = torch.stack([model.vector for model in models])
     evaluator = ground_for(first.data.test, first, options, models[-1].buffers, 2000)
     tick = watch("plane", options.points**2)
-    found = plane(
+    surface = plane(
         evaluator, vectors[:3], vectors[3:], points=options.points, margin=options.margin, tick=tick
     )
-    places = torch.cat([found.corners, found.others]).tolist()
+    places = torch.cat([surface.corners, surface.others]).tolist()
     marks = tuple(Mark(m.name, *place) for m, place in zip(models, places, strict=True))
     axes = ("distance along the first axis", "distance along the second axis")
-    x = numbers(found.x)
-    y = numbers(found.y)
+    x = numbers(surface.x)
+    y = numbers(surface.y)
     panels = [
         Grid(title, *axes, title, x, y, table(values), marks)
-        for title, values in (("test loss", found.loss), ("test error", found.error))
+        for title, values in (("test loss", surface.loss), ("test error", surface.error))
     ]
-    row, column = divmod(int(found.loss.argmin()), options.points)
-    least = f"{float(found.loss.min()):.4g} at ({x[column]:.3g}, {y[row]:.3g})"
+    row, column = divmod(int(surface.loss.argmin()), options.points)
+    least = f"{float(surface.loss.min()):.4g} at ({x[column]:.3g}, {y[row]:.3g})"
     notes = [
         rows_note(evaluator, first.data.test),
         f"smallest loss of the grid {least}",
     ]
     notes += [
         f"{model.name} lies {float(away):.3g} off the plane"
-        for model, away in zip(models[3:], found.off_plane, strict=True)
+        for model, away in zip(models[3:], surface.off_plane, strict=True)
     ]
     return Found(panels, notes)
 
@@ -145,12 +145,12 @@ def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) 
     for subject in subjects:
         model = subject.last_model()
         evaluator = ground_for(subject.data.test, subject, options, model.buffers, 2000)
-        found = rescale(evaluator, model.vector, gammas, tick)
-        curves.append((label(subject, subjects), found))
+        curve = rescale(evaluator, model.vector, gammas, tick)
+        curves.append((label(subject, subjects), curve))
         notes.append(f"{subject.name}: {model.name}, {rows_note(evaluator, subject.data.test)}")
     x = numbers(gammas)
-    loss = tuple(Line(name, x, numbers(found.loss)) for name, found in curves)
-    error = tuple(Line(name, x, numbers(found.error)) for name, found in curves)
+    loss = tuple(Line(name, x, numbers(curve.loss)) for name, curve in curves)
+    error = tuple(Line(name, x, numbers(curve.error)) for name, curve in curves)
     return Found(
         [
             Lines("test loss", "gamma", "test loss of gamma w", loss),
@@ -183,19 +183,19 @@ def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) ->
             vector = on_device(model.vector, evaluator)
             product = hessian_product(evaluator, vector)
             key = root(subject.seed).fold("hessian", model.round)
-            found = top_eigenvalues(product, vector, key, count=options.count, tick=tick)
+            eigen = top_eigenvalues(product, vector, key, count=options.count, tick=tick)
             rounds.append(float(model.round))
-            top.append(float(found.values[0]))
-            ratio.append(found.ratio)
+            top.append(float(eigen.values[0]))
+            ratio.append(eigen.ratio)
         steps = torch.linspace(-1, 1, options.points)
-        along = slice_along(evaluator, vector, found.vectors[0], steps, tick)
+        along = slice_along(evaluator, vector, eigen.vectors[0], steps, tick)
         tops.append(Line(name, tuple(rounds), tuple(top)))
         ratios.append(Line(name, tuple(rounds), tuple(ratio)))
         slices.append(Line(name, numbers(steps), numbers(along.loss)))
-        values = ", ".join(f"{v:.4g}" for v in found.values.tolist())
+        values = ", ".join(f"{v:.4g}" for v in eigen.values.tolist())
         notes.append(
             f"{subject.name}, {model.name}: eigenvalues {values}; |H v - lambda v| = "
-            f"{found.residual:.2g}; {rows_note(evaluator, subject.data.train, 'training')}"
+            f"{eigen.residual:.2g}; {rows_note(evaluator, subject.data.train, 'training')}"
         )
     top_name = f"lambda_1 / lambda_{options.count}"
     return Found(

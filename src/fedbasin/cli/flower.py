@@ -62,15 +62,15 @@ def up(
     method: Annotated[str | None, typer.Option(help="How the server merges.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where records and logs go; go on with it if it is there.")
+        Path | None, typer.Option(help="Where records and logs go; a run that is there is resumed.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds the whole run may take.")] = 3600.0,
 ) -> None:
-    """Start a federation on this machine, run an app on it, and tear it down.
+    """Start a federation on this machine, run an app on it, and shut it down.
 
-    A SuperLink and SuperNodes run as processes of their own and talk over loopback, with
-    certificates and node keys made on the spot for --tls. A run that was stopped goes on where it
-    was when the same --out is given again. Nothing is reported to anyone.
+    A SuperLink and SuperNodes run as separate processes and communicate over loopback, with
+    temporary certificates and node keys for --tls. To resume a stopped run, give the same
+    --out. Nothing is reported to anyone.
     """
     _check_installed()
     _check_given(folder, method)

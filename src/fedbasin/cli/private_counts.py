@@ -92,8 +92,8 @@ def measure(clients: int, classes: int, seed: int) -> Cost:
     messages = [message for message, _ in sent]
     added, summed = _timed(partial(he.add_counts, keys.public, messages, classes))
     rows = int(counts.sum())
-    found, decrypted = _timed(partial(he.decrypt_counts, keys.secret, added, classes, rows))
-    if found != counts.sum(0).tolist():
+    total, decrypted = _timed(partial(he.decrypt_counts, keys.secret, added, classes, rows))
+    if total != counts.sum(0).tolist():
         raise RuntimeError("the decrypted sum differs from the plain one")
     size = sum(map(len, messages)) / clients
     encrypt = min(ms for _, ms in sent) - read  # encrypting reads the key, too

@@ -166,10 +166,10 @@ def _gather(results: Iterable[Result]) -> dict[tuple[str, str], Ours]:
     for result in results:
         by_cell.setdefault((result.row, result.column), []).append(result)
     gathered = {}
-    for cell, found in by_cell.items():
-        longest = max(result.rounds for result in found)
+    for cell, of_cell in by_cell.items():
+        longest = max(result.rounds for result in of_cell)
         by_seed = {
-            r.seed: r for r in found if r.rounds == longest
+            r.seed: r for r in of_cell if r.rounds == longest
         }  # the last line of a seed counts
         gathered[cell] = Ours(tuple(by_seed[seed] for seed in sorted(by_seed)))
     return gathered

@@ -140,13 +140,13 @@ def _section(
     for line in lines:
         yield f"| {' | '.join(line.cells)} |\n"
     cells = {(line.row, line.column) for line in lines}
-    for finding in found(table, cells):
+    for finding in findings_of(table, cells):
         yield f"\n- Found (`{finding.cells}`): {finding.text}\n"
     ran = sorted({each.device for each in mine if (each.row, each.column) in cells})
     yield f"\nRun on {', '.join(ran)}.\n"
 
 
-def found(table: Table, cells: set[tuple[str, str]]) -> list[Finding]:
+def findings_of(table: Table, cells: set[tuple[str, str]]) -> list[Finding]:
     """Return the findings that speak of these cells, each once."""
     told = dict.fromkeys(
         finding

@@ -66,10 +66,10 @@ def _against(axes: Axes, cells: Sequence[Compared], pair: Pair) -> None:
     reach = [0.0]
     for name, colour, mark in zip(paper_names(), COLOURS, _MARKS, strict=False):
         mine = [pair(cell) for cell in cells if cell.table.name.startswith(f"{name}/")]
-        found = [(x, y) for x, y in mine if x is not None and y is not None]
-        if found:
-            x, y = zip(*found, strict=True)
-            label = f"{name}, {len(found)} cells"
+        points = [(x, y) for x, y in mine if x is not None and y is not None]
+        if points:
+            x, y = zip(*points, strict=True)
+            label = f"{name}, {len(points)} cells"
             axes.plot(x, y, mark, color=colour, label=label, alpha=0.8, markersize=5)
             reach += [*x, *y]
     low = 1.2 * min(reach) - 1

@@ -75,15 +75,15 @@ class Result:
 
 def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
     """Return a cell's number from the records of its run."""
-    found = list(records)
+    listed = list(records)
     if score.kind == "rounds_to_target":
-        return rounds_to_target(found, score.target / 100, score.last)
+        return rounds_to_target(listed, score.target / 100, score.last)
     if score.kind == "note":
         first, last = score.between
-        noted = [r.notes.get(score.note) for r in found if first <= r.round <= last]
+        noted = [r.notes.get(score.note) for r in listed if first <= r.round <= last]
         numbers = [n for n in noted if isinstance(n, int | float)]
         return fmean(numbers) if numbers else None
-    values = [_accuracy(score, record) for record in found[-score.last :]]
+    values = [_accuracy(score, record) for record in listed[-score.last :]]
     scored = [value for value in values if value is not None]
     return 100 * fmean(scored) if scored else None
 
@@ -201,12 +201,12 @@ def _result(raw: Any, where: str) -> Result:
 def shipped() -> tuple[Result, ...]:
     """Return the results that ship with fedbasin."""
     folder = resources.files("fedbasin.papers") / "results"
-    found: list[Result] = []
+    results: list[Result] = []
     for name in paper_names():
         file = folder / f"{name}.jsonl"
         if file.is_file():
-            found += parse(file.read_text(encoding="utf-8"), f"papers/results/{name}.jsonl")
-    return tuple(found)
+            results += parse(file.read_text(encoding="utf-8"), f"papers/results/{name}.jsonl")
+    return tuple(results)
 
 
 def fresh(table: Table, results: Iterable[Result]) -> list[Result]:
