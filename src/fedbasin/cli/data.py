@@ -1,4 +1,4 @@
-"""`fedbasin data`: what data there is, what is in it, and fetching it."""
+"""`fedbasin data`: list, describe and download datasets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _COLOURS = {"decoded": "green", "built in": "green", "no": "red"}
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Show a `DataError` as one red line and leave with status 1."""
+    """Show a `DataError` as one red line and exit with status 1."""
     try:
         yield
     except DataError as error:
@@ -78,7 +78,7 @@ def _progress_bar() -> Iterator[Report]:
 
 @app.command("list")
 def list_(data_dir: DataDir = None, cache_dir: CacheDir = None) -> None:
-    """List the datasets, the papers that use them, and whether they are at hand.
+    """List the datasets, the papers that use them, and whether they are available here.
 
     Rows are the published ones until a dataset has been decoded; '+ held out' means that it is
     published in one piece and fedbasin holds out a fixed share for testing.
@@ -127,7 +127,7 @@ def info(name: Name, data_dir: DataDir = None, cache_dir: CacheDir = None) -> No
 
 @app.command("fetch")
 def fetch_(name: Name, data_dir: DataDir = None, cache_dir: CacheDir = None) -> None:
-    """Download a dataset if need be, check it, decode it into the cache, and say where it is."""
+    """Download a dataset if needed, check it, decode it into the cache, and print its folder."""
     with _one_line_errors():
         fetched = _fetch(name, data_dir, cache_dir)
     rows = f"{len(fetched.dataset.train):,} train and {len(fetched.dataset.test):,} test rows"

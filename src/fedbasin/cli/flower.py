@@ -107,7 +107,7 @@ def up(
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Have SIGTERM unwind as Ctrl-C does, so that no process is left behind."""
+    """Handle SIGTERM like Ctrl-C, so that no process is left behind."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -126,7 +126,7 @@ def _run(
     run: RunFolder,
     timeout: float,
 ) -> None:
-    """Run an app to its end, with one bar for its rounds."""
+    """Run an app, with one progress bar for its rounds."""
     from fedbasin.deploy.federation import FederationError
 
     deadline = time.monotonic() + timeout
@@ -155,7 +155,7 @@ def _run(
 
 
 def _rounds(folder: Path) -> int | None:
-    """Return how many rounds an app's settings ask for; an app of another kind may not say."""
+    """Return the rounds of an app's settings; None if they do not say."""
     said: Any = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     for key in ("tool", "flwr", "app", "config", "rounds"):
         said = said.get(key) if isinstance(said, dict) else None
@@ -163,7 +163,7 @@ def _rounds(folder: Path) -> int | None:
 
 
 def _check_given(folder: Path | None, method: str | None) -> None:
-    """Refuse before any process is started what the app would stumble over in its own log."""
+    """Refuse bad settings before any process starts; the app would report them in its log only."""
     if folder is not None and not (folder / "pyproject.toml").is_file():
         told = f"{folder} is no Flower app, it has no pyproject.toml"
         raise ValueError(f"{told}; fedbasin flower new {folder} writes one")

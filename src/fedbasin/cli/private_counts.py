@@ -18,7 +18,7 @@ _PAPER = {10: (136, 88_556), 20: (216, 88_554), 50: (456, 88_631), 100: (856, 88
 
 
 class Cost(NamedTuple):
-    """What one gathering took."""
+    """The cost of one gathering of counts."""
 
     public: int  # bytes of a public key
     message: float  # mean bytes of a client's encrypted counts
@@ -80,7 +80,7 @@ def private_counts(
 
 def measure(clients: int, classes: int, seed: int) -> Cost:
     """Run the protocol once on made-up counts and check its result."""
-    from fedbasin.core.rng import root  # brings torch along, which help need not wait for
+    from fedbasin.core.rng import root  # imports torch, which would delay --help
     from fedbasin.local import private_counts as he
 
     if classes < 1 or clients < 1:
@@ -101,6 +101,6 @@ def measure(clients: int, classes: int, seed: int) -> Cost:
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    """Return what some work gives and the milliseconds it took."""
+    """Return the result of a function and the milliseconds it took."""
     began = perf_counter()
     return work(), 1000 * (perf_counter() - began)

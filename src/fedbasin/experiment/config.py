@@ -169,7 +169,7 @@ class SnapshotConfig:
     clients: bool = False
 
     def chosen(self, rounds: int) -> frozenset[int]:
-        """Return the rounds to keep of a run of so many."""
+        """Return the rounds to keep in a run of `rounds` rounds."""
         regular = range(self.every, rounds + 1, self.every) if self.every else ()
         return frozenset(self.rounds).union(regular)
 
@@ -267,7 +267,7 @@ def _check_proxy(data: DataConfig) -> None:
     without = not data.proxy_per_class and not data.proxy_rows
     if without and (data.proxy_imbalance < 1 or data.proxy_evened):
         raise ConfigError(
-            "data.proxy_imbalance and data.proxy_evened are of the server's rows: set "
+            "data.proxy_imbalance and data.proxy_evened are about the server's rows: set "
             "data.proxy_per_class"
         )
 
@@ -427,7 +427,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def override(settings: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
-    """Apply ``a.b=c`` assignments; c is read as TOML where it is, else as text."""
+    """Apply ``a.b=c`` assignments; c is read as TOML if it is valid TOML, else as text."""
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals or not key.strip():

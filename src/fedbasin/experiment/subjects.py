@@ -1,4 +1,4 @@
-"""Run folders as analyses see them: records at once, data and models when they are needed."""
+"""Run folders for analyses: records are read at once, data and models when needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None
     Args:
         path: the run's folder.
         data_dir: a local mirror of the datasets.
-        device: where models are measured; as the run was configured by default.
+        device: where models are measured; by default as the run was configured.
     """
     folder = RunFolder(path)
     if not folder.config.exists():

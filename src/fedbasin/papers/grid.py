@@ -1,4 +1,4 @@
-"""From a table to runs: the experiment of every cell and seed, or the reason why there is none."""
+"""From a table to runs: the experiment of each cell and seed, or why it cannot be run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NO_MATTER = {
 
 @dataclass(frozen=True)
 class CellRun:
-    """One cell with one seed: what is run, and what its line is written under."""
+    """The run of one cell with one seed."""
 
     table: Table
     row: Axis
@@ -53,7 +53,7 @@ class CellRun:
 
     @property
     def key(self) -> tuple[str, str, str, int, int, str, str]:
-        """What its line is found by."""
+        """What identifies its result line."""
         return (
             self.table.name,
             self.row.name,
@@ -74,7 +74,7 @@ class CellRun:
         return shlex.join(parts)
 
     def folder(self, out: Path) -> Path:
-        """Return where it is run; cells with equal settings share a run, whatever their table."""
+        """Return its run folder. Cells with equal settings share one run, across tables too."""
         return out / self.config
 
 
@@ -98,7 +98,7 @@ def _flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def method_of(table: Table, row: Axis, column: Axis) -> str:
-    """Return a cell's method, its values filled in."""
+    """Return a cell's method, with its values filled in."""
     values = {**table.values, **column.values, **row.values}
     template = row.method or column.method or table.setup.get("method", "fedavg")
 
@@ -111,7 +111,7 @@ def method_of(table: Table, row: Axis, column: Axis) -> str:
             )
         return str(values[name])
 
-    for _ in range(4):  # values may hold values
+    for _ in range(4):  # values may contain other values
         filled = re.sub(r"\{(\w+)\}", fill, template)
         if filled == template:
             break
@@ -140,7 +140,7 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def reason(table: Table, row: Axis, column: Axis) -> str:
-    """Say why a cell cannot be run, or nothing."""
+    """Return why a cell cannot be run; empty if it can."""
     stated = table.cannot or row.cannot or column.cannot
     if stated:
         return stated
@@ -149,7 +149,7 @@ def reason(table: Table, row: Axis, column: Axis) -> str:
 
 @cache
 def _unreadable(method: str) -> str:
-    """Say why a method cannot be read: one that is not in the catalogue has no run."""
+    """Return why a method cannot be parsed; empty if it can."""
     try:
         parse(method, "method")
     except ExpressionError as error:
@@ -160,11 +160,11 @@ def _unreadable(method: str) -> str:
 def experiment_of(
     table: Table, row: Axis, column: Axis, *, seed: int, device: str = "auto"
 ) -> Experiment:
-    """Return a cell's experiment, at the paper's length."""
+    """Return a cell's experiment, with as many rounds as the paper's."""
     settings = settings_of(table, row, column)
     settings["seed"] = seed
     settings["sim"]["device"] = device
-    # A stopped run loses a tenth at most; long windows of models are slow to save.
+    # A stopped run loses a tenth of its rounds at most. Long windows of models are slow to save.
     rounds = settings.get("rounds", Experiment().rounds)
     settings["sim"].setdefault("checkpoint_every", max(10, int(rounds) // 10))
     return from_mapping(settings).resolved()
@@ -179,9 +179,9 @@ def cell_runs_of(
     share: float = 1.0,
     device: str = "auto",
 ) -> tuple[list[CellRun], dict[str, list[str]]]:
-    """Lay out a grid: what can be run, and for the rest the cells under each reason.
+    """Return the runs of a grid, and the cells that cannot be run, by reason.
 
-    All cells come with one seed before any comes with the next.
+    All cells of one seed come before those of the next.
     """
     if not 0 < share <= 1:
         raise PaperError(f"--rounds is {share}: write the share of the paper's rounds, in (0, 1]")

@@ -114,7 +114,7 @@ def sheet(cells: Sequence[Compared], *, only_ours: bool) -> str:
 def section(
     table: Table, results: Iterable[Result], rows: Sequence[Axis], columns: Sequence[Axis]
 ) -> str:
-    """Return one table: what is to know about it, and some of its cells."""
+    """Return one table: its description, and some of its cells."""
     return "".join(_section(table, results, rows, columns))
 
 
@@ -147,7 +147,7 @@ def _section(
 
 
 def findings_of(table: Table, cells: set[tuple[str, str]]) -> list[Finding]:
-    """Return the findings that speak of these cells, each once."""
+    """Return the findings about these cells, each once."""
     told = dict.fromkeys(
         finding
         for row in table.rows

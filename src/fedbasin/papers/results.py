@@ -28,7 +28,7 @@ from fedbasin.sim.provenance import begun_on
 
 @dataclass(frozen=True)
 class Result:
-    """One line: which cell, what came out, and what made it."""
+    """One line: the cell, its score, and the run that gave it."""
 
     table: str
     row: str
@@ -38,8 +38,8 @@ class Result:
     measure: str
     rounds: int
     full_rounds: int
-    shared_rounds: int  # the first of them, taken over from the run of a method that begins alike
-    data_share: float  # rows of the dataset that it had over those that were published
+    shared_rounds: int  # the first rounds, shared with another method's run
+    data_share: float  # the share of the published rows that it had
     status: str
     config: str
     command: str
@@ -56,12 +56,12 @@ class Result:
 
     @property
     def partial(self) -> bool:
-        """Whether the data at hand was but a part of what was published."""
+        """Whether the run had only a part of the published data."""
         return self.data_share < 0.99
 
     @property
     def key(self) -> tuple[str, str, str, int, int, str, str]:
-        """What a second line of the same run and score would share."""
+        """What identifies the line: a second one of the same run and score has the same key."""
         return (
             self.table,
             self.row,
@@ -94,7 +94,7 @@ def _accuracy(score: Score, record: RoundRecord) -> float | None:
     sent = record.metric("accuracy_send")
     if score.kind == "accuracy_send" and sent is not None:
         return sent
-    return record.metric("accuracy")  # of one model, where none is broadcast beside it
+    return record.metric("accuracy")  # without `accuracy_send` the scored model is broadcast
 
 
 def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> float:
@@ -113,7 +113,7 @@ def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> fl
 
 
 def result_of(cell_run: CellRun, path: Path, data_dir: Path | None = None) -> Result:
-    """Return the line of a run that is over."""
+    """Return the line of a run that has ended."""
     folder = RunFolder(path)
     summary = folder.read_summary()
     records = folder.read_rounds()
@@ -165,7 +165,7 @@ def append(path: Path, result: Result) -> None:
 
 
 def read(path: Path) -> list[Result]:
-    """Read a file of lines; the last one may have been cut short by a crash."""
+    """Read a file of lines; a crash may have truncated the last one."""
     return parse(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -188,7 +188,7 @@ def parse(text: str, where: str) -> list[Result]:
 
 def _result(raw: Any, where: str) -> Result:
     hints = get_type_hints(Result)
-    # lines written before accuracies were kept have none
+    # lines of older versions have no accuracies
     if not isinstance(raw, dict) or {*raw, "accuracies"} != {f.name for f in fields(Result)}:
         raise PaperError(f"{where}: the fields must be {', '.join(hints)}")
     for name, value in raw.items():
@@ -210,7 +210,7 @@ def shipped() -> tuple[Result, ...]:
 
 
 def fresh(table: Table, results: Iterable[Result]) -> list[Result]:
-    """Return a table's results whose settings and score are those that the table has now."""
+    """Return the results that were made with the table's current settings and score."""
     rows = {row.name: row for row in table.rows}
     columns = {column.name: column for column in table.columns}
     kept = []

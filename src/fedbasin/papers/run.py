@@ -1,7 +1,7 @@
-"""Runs of a grid: what is over is kept, what was stopped goes on, equal cells share one run.
+"""Runs of a grid: finished runs are kept, stopped ones resumed, equal cells share one run.
 
-Cells that begin alike share their first rounds: a method with averaging that starts late is run
-from there on, beginning with the rounds of the method without (`shared_prefix`).
+Cells whose first rounds are equal share these rounds: a method whose averaging starts late starts
+from the checkpoint of the method without averaging (`shared_prefix`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Grid:
     """The runs that a command asks for, by folder.
 
     Args:
-        cell_runs: what is asked for.
+        cell_runs: the runs asked for.
         out: where run folders lie.
         results: the file that lines are added to.
         data_dir: a local mirror of the datasets.
@@ -44,7 +44,7 @@ class Grid:
     failed: set[Path] = field(default_factory=set)
 
     def collect(self) -> None:
-        """Write the lines of runs that are over already."""
+        """Write the lines of runs that have already ended."""
         written = {line.key for line in self._written()}
         for path, cell_runs in self._by_path.items():
             left = [cell_run for cell_run in cell_runs if cell_run.key not in written]
@@ -54,7 +54,7 @@ class Grid:
                 append(self.results, result_of(cell_run, path, self.data_dir))
 
     def unfinished(self) -> dict[Path, Experiment]:
-        """Return the runs that are not over and have a line to write, each once."""
+        """Return the runs that have not ended and whose line is missing, each once."""
         written = {line.key for line in self._written()}
         left: dict[Path, Experiment] = {}
         for path, cell_runs in self._by_path.items():
@@ -63,9 +63,9 @@ class Grid:
         return left
 
     def waiting(self) -> list[Cell]:
-        """Return the runs that can begin now and have not been returned before.
+        """Return the runs that can start now and have not been returned before.
 
-        A run that goes on from another one of the grid waits until that one is over, or failed.
+        A run that starts from another one of the grid waits until that one has ended or failed.
         """
         ahead = {path: run for path, run in self.unfinished().items() if path not in self.failed}
         left = {path: run for path, run in ahead.items() if path not in self.begun}
@@ -85,11 +85,11 @@ class Grid:
         return cells
 
     def ended(self, cell: Cell, outcome: object) -> None:
-        """Write the lines of a run that has just ended, or remember why it failed."""
+        """Write the lines of a run that has ended, or record why it failed."""
         if isinstance(outcome, Exception):
             self.failed.add(cell.path)
         if isinstance(outcome, Busy):
-            logging.getLogger(__package__).warning("left to the process that is at it: %s", outcome)
+            logging.getLogger(__package__).warning("skipped: %s", outcome)
             return
         for cell_run in self._by_path.get(cell.path, ()):
             if isinstance(outcome, Exception):
@@ -127,7 +127,7 @@ def _as_begun(cell_run: CellRun, path: Path) -> Experiment:
     return from_mapping(read_config(begun)) if begun.exists() else cell_run.experiment
 
 
-@cache  # asked for whenever a cell ends, of all that are left
+@cache  # called for all remaining cells whenever one ends
 def _branch(experiment: Experiment, out: Path) -> Branch | None:
     """Return the run whose first rounds an experiment shares, and how many of them."""
     method: Method = parse(experiment.method, "method")

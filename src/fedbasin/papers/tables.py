@@ -97,7 +97,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Finding:
-    """Why ours is not theirs, as found by experiment. No rows or columns means all of them."""
+    """Why our number differs, shown by experiment. No rows or columns means all of them."""
 
     text: str
     rows: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Finding:
 
     @property
     def cells(self) -> str:
-        """The rows and columns it speaks of, as they are written."""
+        """The rows and columns it is about, as they are written."""
         axes = (self.rows, self.columns)
         return "; ".join(", ".join(names) for names in axes if names) or "all"
 
@@ -228,7 +228,7 @@ def _folder(paper: str) -> Any:
 
 @cache
 def load_paper(name: str) -> Paper:
-    """Read what is said of a paper."""
+    """Read the description of a paper."""
     where = f"{name}/paper.toml"
     text = (_folder(name) / "paper.toml").read_text(encoding="utf-8")
     return _build(Paper, {**_toml(text, where), "name": name}, where)
@@ -361,7 +361,7 @@ def _check_numbers(table: Table, where: str) -> None:
 
 
 def select(axes: tuple[Axis, ...], patterns: str, what: str) -> list[Axis]:
-    """Return the rows or columns that a comma-separated list of names or patterns means."""
+    """Return the rows or columns that match a comma-separated list of names or patterns."""
     chosen: list[Axis] = []
     for pattern in (part.strip() for part in patterns.split(",")):
         matching = [axis for axis in axes if fnmatchcase(axis.name, pattern)]
