@@ -30,8 +30,8 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.record import RunFolder, mean_of_last
 from fedbasin.core.rng import root
 from fedbasin.experiment import from_mapping
-from fedbasin.experiment.build import cut_rows
 from fedbasin.experiment.config import read_preset
+from fedbasin.experiment.rows import cut_rows
 from fedbasin.sim.participation import draw_cohort
 
 METHODS = (

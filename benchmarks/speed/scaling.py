@@ -33,7 +33,7 @@ def federation(clients: int, cohort: int):
     from fedbasin.core.task import Classification
     from fedbasin.data.transform import Transform
     from fedbasin.experiment import Experiment
-    from fedbasin.experiment.build import pick_executor
+    from fedbasin.experiment.executors import pick_executor
     from fedbasin.local import SGD, Trainer
     from fedbasin.sim import Federation, Population
 

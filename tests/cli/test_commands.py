@@ -271,7 +271,7 @@ def test_a_command_that_is_misspelt_is_guessed_once():
 
 
 def test_help_fills_the_terminal():
-    assert "A comparison that was stopped goes on" in invoke("compare", "--help").output
+    assert "To resume a stopped comparison, give" in invoke("compare", "--help").output
     waiting = [typer.main.get_command(app)]
     while waiting:
         command = waiting.pop()

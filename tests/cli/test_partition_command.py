@@ -66,7 +66,7 @@ def test_digits_end_to_end(tmp_path):
 
 def test_the_split_is_the_one_a_run_uses(tmp_path):
     from fedbasin.experiment import DataConfig, Experiment, PartitionConfig
-    from fedbasin.experiment.build import cut_rows
+    from fedbasin.experiment.rows import cut_rows
 
     run("digits", "client_dirichlet(0.2)", "--clients", 9, "--imbalance", 0.1, "--out", tmp_path)
     shown = pd.read_csv(tmp_path / "partition.csv").iloc[:, 2:].to_numpy()

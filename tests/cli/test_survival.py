@@ -154,9 +154,9 @@ import os, time, torch
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from fedbasin.experiment.apart import join_pool
+from fedbasin.experiment.child_process import prepare_worker
 spawn = get_context("spawn")
-pool = ProcessPoolExecutor(1, spawn, initializer=join_pool, initargs=(Path("none"),))
+pool = ProcessPoolExecutor(1, spawn, initializer=prepare_worker, initargs=(Path("none"),))
 print(*(pool.submit(ask).result() for ask in (os.getpid, torch.get_num_threads)), flush=True)
 time.sleep(100)
 """

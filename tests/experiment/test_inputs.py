@@ -15,8 +15,8 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.record import RecordError
 from fedbasin.data import DataError, Dataset, Rows, load
 from fedbasin.experiment import ConfigError, build
-from fedbasin.experiment.build import cut_rows
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
+from fedbasin.experiment.rows import cut_rows
 from fedbasin.partition import Pool
 from fedbasin.sim import LoopExecutor
 from fedbasin.sim.cohort import CohortExecutor

@@ -11,9 +11,10 @@ from fedbasin import Experiment, resume, run
 from fedbasin.core.catalogue import CATALOGUE
 from fedbasin.core.state import read
 from fedbasin.experiment import ConfigError, build, from_mapping
-from fedbasin.experiment.build import check_needs, optimiser_of
+from fedbasin.experiment.checks import check_needs
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
 from fedbasin.experiment.runs import cells
+from fedbasin.experiment.training import optimiser_of
 from fedbasin.local import SGD, Adam, AdamW
 from fedbasin.papers.grid import fingerprint
 

@@ -15,10 +15,10 @@ import pytest
 from fedbasin import Experiment, compare, resume, run
 from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RunFolder
-from fedbasin.experiment import apart, pool, runs
-from fedbasin.experiment.apart import _Once, said_once
+from fedbasin.experiment import child_process, pool, runs
+from fedbasin.experiment.child_process import _OnceFilter, warn_once
 from fedbasin.experiment.config import PartitionConfig, SimConfig
-from fedbasin.experiment.pool import _Seat, outcomes
+from fedbasin.experiment.pool import _WorkerProcess, outcomes
 from fedbasin.experiment.runs import Cell, cells, run_cells
 from fedbasin.sim.run import Interrupted
 
@@ -93,13 +93,14 @@ def test_a_killed_process_is_replaced_and_its_cell_begun_again_once(tmp_path):
 
 
 @pytest.fixture
-def seats(monkeypatch):
-    """Seats that work in this process, with how often each was told to go."""
+def workers(monkeypatch):
+    """Workers that run in this process and count how often each was shut down."""
     made = []
 
-    class Seat:
+    class Worker:
         def __init__(self, folder):
-            self.gone, self.pool = 0, SimpleNamespace(shutdown=self.shutdown)
+            self.gone = 0
+            self.pool = SimpleNamespace(shutdown=self.shutdown)
             made.append(self)
 
         def shutdown(self, *, cancel_futures):
@@ -113,12 +114,12 @@ def seats(monkeypatch):
                 future.set_exception(error)
             return future
 
-    monkeypatch.setattr(pool, "_Seat", Seat)
+    monkeypatch.setattr(pool, "_WorkerProcess", Worker)
     return made
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3])
-def test_cells_that_come_later_are_run_and_one_that_fails_stops_no_other(jobs, seats, tmp_path):
+def test_cells_that_come_later_are_run_and_one_that_fails_stops_no_other(jobs, workers, tmp_path):
     def work(cell):
         if cell.path.name == "b":
             raise ValueError("no luck")
@@ -136,12 +137,12 @@ def test_cells_that_come_later_are_run_and_one_that_fails_stops_no_other(jobs, s
         ends[cell.path.name] = end
     assert str(ends.pop("b")) == "no luck"
     assert ends == {name: {"name": name} for name in "acdef"}
-    assert [seat.gone for seat in seats] == ([1] * jobs if jobs > 1 else [])
+    assert [worker.gone for worker in workers] == ([1] * jobs if jobs > 1 else [])
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("stop", [Interrupted, KeyboardInterrupt])
-def test_a_stop_begins_no_further_cell_and_sends_every_seat_home(stop, jobs, seats, tmp_path):
+def test_a_stop_begins_no_further_cell_and_shuts_down_every_worker(stop, jobs, workers, tmp_path):
     begun = []
 
     def work(cell):
@@ -152,37 +153,39 @@ def test_a_stop_begins_no_further_cell_and_sends_every_seat_home(stop, jobs, sea
     with pytest.raises(stop):
         list(outcomes(work, layout, jobs, list, tmp_path))
     assert begun == list("abcd")[:jobs]
-    assert [seat.gone for seat in seats] == ([1] * jobs if jobs > 1 else [])
+    assert [worker.gone for worker in workers] == ([1] * jobs if jobs > 1 else [])
 
 
 def test_a_text_passes_once_among_processes_and_always_where_they_share_no_folder(tmp_path):
     text, other = (logging.makeLogRecord({"msg": "%s", "args": (word,)}) for word in "ab")
-    here, there = _Once(tmp_path), _Once(tmp_path)
+    here = _OnceFilter(tmp_path)
+    there = _OnceFilter(tmp_path)
     assert [here.filter(text), there.filter(text), there.filter(other)] == [True, False, True]
-    gone = _Once(tmp_path / "gone")
+    gone = _OnceFilter(tmp_path / "gone")
     assert gone.filter(text) and gone.filter(text)
 
 
 def test_a_text_is_held_back_in_its_own_comparison_alone():
-    teller = logging.getLogger("fedbasin.experiment")
-    before, text = list(teller.filters), logging.makeLogRecord({"msg": "a"})
+    logger = logging.getLogger("fedbasin.experiment")
+    before = list(logger.filters)
+    text = logging.makeLogRecord({"msg": "a"})
     for _ in range(2):
-        with said_once() as folder:
-            assert [bool(teller.filter(text)) for _ in range(2)] == [True, False]
+        with warn_once() as folder:
+            assert [bool(logger.filter(text)) for _ in range(2)] == [True, False]
             assert len(list(folder.iterdir())) == 1
-        assert teller.filters == before and not folder.exists()
+        assert logger.filters == before and not folder.exists()
 
 
 def test_a_process_whose_maker_went_during_a_run_goes_after_it(monkeypatch):
     left = []
-    monkeypatch.setattr(apart.os, "_exit", left.append)
-    with apart.at_a_run():
+    monkeypatch.setattr(child_process.os, "_exit", left.append)
+    with child_process.run_in_progress():
         pass
     assert left == []  # nobody made this one
-    monkeypatch.setattr(apart, "_left_alone", lambda patience: patience == 0)
-    with apart.at_a_run():
-        assert apart._at_a_run.is_set() and left == []
-    assert left == [130] and not apart._at_a_run.is_set()
+    monkeypatch.setattr(child_process, "_parent_exited", lambda timeout: timeout == 0)
+    with child_process.run_in_progress():
+        assert child_process._run_in_progress.is_set() and left == []
+    assert left == [130] and not child_process._run_in_progress.is_set()
 
 
 def test_cells_are_told_of_one_by_one(tmp_path):
@@ -197,11 +200,11 @@ def _never(cell):
 
 
 def test_a_process_stopped_while_it_starts_goes_without_a_traceback(tmp_path, capfd):
-    seat = _Seat(tmp_path)
-    future = seat.submit(_never, Cell(SMALL, tmp_path))
-    (process,) = seat.pool._processes.values()
+    worker = _WorkerProcess(tmp_path)
+    future = worker.submit(_never, Cell(SMALL, tmp_path))
+    (process,) = worker.pool._processes.values()
     os.kill(process.pid, signal.SIGINT)
     assert isinstance(future.exception(), BrokenProcessPool)
-    seat.pool.shutdown()
+    worker.pool.shutdown()
     assert process.exitcode == 130 and not capfd.readouterr().err
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -11,9 +11,9 @@ from local.directions import (
     start_with,
 )
 
+from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import ExpressionError, parse
 from fedbasin.core.rule import check_rules
-from fedbasin.experiment.build import needs_of
 from fedbasin.local import BalancedRows, BalancedSoftmax, ClassBalanced, Focal, LogitAdjusted
 from fedbasin.local.batches import epoch_order
 from fedbasin.methods import FedAvg, FedCM

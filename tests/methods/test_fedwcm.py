@@ -15,8 +15,7 @@ from fedbasin.core.method import Context, Plan, PrivateCounts
 from fedbasin.core.rng import root
 from fedbasin.core.rule import Setting
 from fedbasin.core.vectors import Layout
-from fedbasin.experiment import from_mapping
-from fedbasin.experiment.build import build
+from fedbasin.experiment import build, from_mapping
 from fedbasin.local import SGD
 from fedbasin.methods import FedAvg, FedCM, FedWCM
 from fedbasin.methods.fedwcm import SCORES, TEMPERATURES, census

@@ -16,7 +16,7 @@ import pytest
 from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import Experiment
 from fedbasin.papers import PaperError, Result, lines_of, load_table, results, table_names
-from fedbasin.papers.grid import experiment_of, fingerprint, tasks_of
+from fedbasin.papers.grid import cell_runs_of, experiment_of, fingerprint
 from fedbasin.papers.page import page, section
 from fedbasin.papers.results import (
     append,
@@ -350,7 +350,7 @@ def test_rounds_have_no_digits_and_a_printed_spread_is_shown():
 
 def test_a_line_says_what_its_run_folder_says(tmp_path):
     table = read_table(TOML.replace("[setup]", '[setup]\ndata.name = "cifar100"'), "x/table1")
-    (task,), _ = tasks_of(table, table.rows[1:], table.columns[:1], [4], share=0.5)
+    (cell_run,), _ = cell_runs_of(table, table.rows[1:], table.columns[:1], [4], share=0.5)
     folder, made = RunFolder(tmp_path), {"commit": "c0ffee", "device": "a GPU"}
     folder.write_summary(made | {"status": "finished", "versions": {"torch": "2"}, "python": "3.11",
                                  "seconds": 12.34567})  # fmt: skip
@@ -361,14 +361,14 @@ def test_a_line_says_what_its_run_folder_says(tmp_path):
     given = {
         "table": "x/table1", "row": "scaffold", "column": "a", "seed": 4, "score": 12.3457,
         "measure": "accuracy (%), mean of the last 10 rounds", "rounds": 50, "full_rounds": 100,
-        "shared_rounds": 20, "data_share": 0.5, "status": "finished", "config": task.config,
-        "command": task.command, "versions": {"torch": "2", "python": "3.11"}, "seconds": 12.35,
+        "shared_rounds": 20, "data_share": 0.5, "status": "finished", "config": cell_run.config,
+        "command": cell_run.command, "versions": {"torch": "2", "python": "3.11"}, "seconds": 12.35,
         "accuracies": {"1": 12.3457},
     }  # fmt: skip
-    assert result_of(task, tmp_path) == Result(**given, **made)
+    assert result_of(cell_run, tmp_path) == Result(**given, **made)
     folder.rounds.unlink()  # it diverged in its first round
     folder.branch.unlink()
-    bare = result_of(task, tmp_path)
+    bare = result_of(cell_run, tmp_path)
     assert (bare.score, bare.shared_rounds, bare.accuracies) == (None, 0, {})
 
 
@@ -376,14 +376,14 @@ def test_the_score_of_a_row_stands_before_that_of_its_column(tmp_path):
     toml = TOML.replace('name = "a"', 'name = "a"\nscore = { kind = "accuracy_send", last = 3 }')
     score = 'score = { kind = "note", note = "gamma", between = [1, 5], last = 7 }'
     table = read_table(toml.replace('over = "fedavg"', score), "x/table1")
-    (task,), _ = tasks_of(table, table.rows[1:], table.columns[:1], [0])
-    assert task.experiment.sim.evaluate_last == 7
+    (cell_run,), _ = cell_runs_of(table, table.rows[1:], table.columns[:1], [0])
+    assert cell_run.experiment.sim.evaluate_last == 7
     folder = RunFolder(tmp_path)
     folder.append(RoundRecord(1, {"accuracy_send": 0.5}, notes={"gamma": 0.25}))
     folder.write_summary({"status": "finished"})
-    written = result_of(task, tmp_path)
+    written = result_of(cell_run, tmp_path)
     assert (written.score, written.measure) == (0.25, "gamma, mean of rounds 1 to 5")
-    assert written.key == task.key and fresh(table, [written]) == [written]
+    assert written.key == cell_run.key and fresh(table, [written]) == [written]
     (found,) = lines_of(table, [written], table.rows[1:], table.columns[:1])
     assert (found.ours, found.verdict) == ("0.2500 (1 seed)", "-")
 
@@ -425,8 +425,8 @@ def test_results_of_another_score_are_left_out_and_its_line_is_added(score, tmp_
     for result in (old, replace(old, measure=new.measure)):
         append(tmp_path / "results.jsonl", result)
     assert len(read(tmp_path / "results.jsonl")) == 2
-    tasks, _ = tasks_of(changed, changed.rows[1:], changed.columns[:1], [0])
-    assert tasks[0].key == new.key
+    cell_runs, _ = cell_runs_of(changed, changed.rows[1:], changed.columns[:1], [0])
+    assert cell_runs[0].key == new.key
 
 
 def test_two_commands_that_add_lines_at_once_keep_both(tmp_path, monkeypatch):
@@ -543,15 +543,15 @@ def test_cells_that_are_one_experiment_share_its_run():
 
 def test_a_share_of_the_rounds_is_never_none_of_them():
     table = load_table("ima/table1")
-    (task,), _ = tasks_of(table, table.rows[:1], table.columns[:1], [0], share=0.001)
-    assert (task.experiment.rounds, task.full_rounds) == (1, 300)
-    assert task.command == (
+    (cell_run,), _ = cell_runs_of(table, table.rows[:1], table.columns[:1], [0], share=0.001)
+    assert (cell_run.experiment.rounds, cell_run.full_rounds) == (1, 300)
+    assert cell_run.command == (
         "fedbasin paper run ima/table1 --rows fedavg --columns 'fmnist cnn shards2' --seeds 0 "
         "--rounds 0.001"
     )
     for share in (1.5, 0.0, -0.5):
         with pytest.raises(PaperError, match=rf"--rounds is {share}: .* in \(0, 1\]"):
-            tasks_of(table, table.rows, table.columns, [0], share=share)
+            cell_runs_of(table, table.rows, table.columns, [0], share=share)
 
 
 def test_the_results_that_ship_belong_to_the_tables_as_they_are():

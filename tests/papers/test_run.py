@@ -19,7 +19,7 @@ from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import from_mapping, run
 from fedbasin.experiment.config import override
 from fedbasin.experiment.runs import Branch, run_cell
-from fedbasin.papers import load_table, reason, table_names, tasks_of
+from fedbasin.papers import cell_runs_of, load_table, reason, table_names
 from fedbasin.papers.results import append, read, result_of
 from fedbasin.papers.run import Grid, over
 from fedbasin.papers.tables import read_table, select
@@ -120,8 +120,8 @@ def test_equal_cells_run_once_and_each_has_its_line(invoke, tmp_path):
 
 
 def test_a_run_that_was_stopped_goes_on_as_it_was_begun(invoke, tmp_path, monkeypatch):
-    (task,), _ = tasks_of(TABLE, TABLE.rows[:1], TABLE.columns[:1], [0])
-    path = task.folder(tmp_path / "runs/papers")
+    (cell_run,), _ = cell_runs_of(TABLE, TABLE.rows[:1], TABLE.columns[:1], [0])
+    path = cell_run.folder(tmp_path / "runs/papers")
 
     class Crash(BaseException):
         pass
@@ -130,13 +130,13 @@ def test_a_run_that_was_stopped_goes_on_as_it_was_begun(invoke, tmp_path, monkey
         if record.round == 3:
             raise Crash
 
-    every = replace(task.experiment.sim, checkpoint_every=2, device="cpu")
+    every = replace(cell_run.experiment.sim, checkpoint_every=2, device="cpu")
     with pytest.raises(Crash):
-        run(replace(task.experiment, sim=every), path, on_round=crash)
+        run(replace(cell_run.experiment, sim=every), path, on_round=crash)
     done = invoke("run", "x/table1", "--rows", "fedavg", "--columns", "digits", "--jobs", "1")
     assert done.exit_code == 0, done.output
     whole = tmp_path / "whole"
-    run(task.experiment, whole)
+    run(cell_run.experiment, whole)
     resumed, straight = (
         [r.metric("accuracy") for r in RunFolder(each).read_rounds()] for each in (path, whole)
     )
@@ -245,8 +245,8 @@ def test_a_row_read_off_the_broadcast_model_is_its_method_without_wima(row, tmp_
     scores = {}
     for method in (inner, f"wima({inner}, window=3)"):
         table = read_table(TOML.replace("fedlaw", method), "x/table1")
-        (task,), _ = tasks_of(table, table.rows[2:3], table.columns[:1], [0])
-        run(task.experiment, tmp_path / str(len(scores)))
+        (cell_run,), _ = cell_runs_of(table, table.rows[2:3], table.columns[:1], [0])
+        run(cell_run.experiment, tmp_path / str(len(scores)))
         records = RunFolder(tmp_path / str(len(scores))).read_rounds()
         scores[method] = [
             r.metric("accuracy") if method == inner else r.metric("accuracy_send") for r in records
@@ -302,10 +302,10 @@ def test_the_runs_behind_findings_change_a_cell_that_can_run(tmp_path):
         _, _, name, _, row, _, column = json.loads(Path(config).read_text())
         table = load_table(name)
         picked = select(table.rows, row, "row"), select(table.columns, column, "column")
-        ((task,), _) = tasks_of(table, *picked, [table.seeds[0]])
+        ((cell_run,), _) = cell_runs_of(table, *picked, [table.seeds[0]])
         changes = [options[i + 1] for i, option in enumerate(options) if option == "--set"]
-        changed = override(asdict(task.experiment), changes)
-        assert from_mapping(changed) != task.experiment
+        changed = override(asdict(cell_run.experiment), changes)
+        assert from_mapping(changed) != cell_run.experiment
 
 
 ALIKE = read_table(
@@ -388,9 +388,9 @@ def test_a_branch_whose_trunk_fails_runs_whole(invoke, tmp_path, monkeypatch):
 
 
 def test_a_branch_waits_for_its_trunk_alone(tmp_path):
-    tasks, _ = tasks_of(ALIKE, ALIKE.rows, ALIKE.columns, [0], device="cpu")
-    folder = {task.row.name: task.folder(tmp_path) for task in tasks}
-    grid = Grid(tuple(tasks), tmp_path, tmp_path / "results.jsonl")
+    cell_runs, _ = cell_runs_of(ALIKE, ALIKE.rows, ALIKE.columns, [0], device="cpu")
+    folder = {cell_run.row.name: cell_run.folder(tmp_path) for cell_run in cell_runs}
+    grid = Grid(tuple(cell_runs), tmp_path, tmp_path / "results.jsonl")
     first = {cell.path: cell for cell in grid.waiting()}
     assert set(first) == {folder["plain"], folder["early"]}
     assert first[folder["plain"]].branching == (2,) and first[folder["early"]].branching == ()
@@ -404,32 +404,32 @@ def test_a_branch_waits_for_its_trunk_alone(tmp_path):
 
 
 def test_a_branch_does_without_a_trunk_that_failed(tmp_path):
-    tasks, _ = tasks_of(ALIKE, ALIKE.rows[:2], ALIKE.columns, [0], device="cpu")
-    grid = Grid(tuple(tasks), tmp_path, tmp_path / "results.jsonl")
+    cell_runs, _ = cell_runs_of(ALIKE, ALIKE.rows[:2], ALIKE.columns, [0], device="cpu")
+    grid = Grid(tuple(cell_runs), tmp_path, tmp_path / "results.jsonl")
     (plain,) = grid.waiting()
     grid.ended(plain, ValueError("no luck"))
     (late,) = grid.waiting()
-    assert late.path == tasks[1].folder(tmp_path) and late.branch is None
+    assert late.path == cell_runs[1].folder(tmp_path) and late.branch is None
     assert grid.waiting() == [] and len(grid.failures) == 1
 
 
 def test_a_cell_that_another_process_runs_is_left_to_it(invoke, tmp_path, caplog):
-    tasks, _ = tasks_of(TABLE, TABLE.rows[:1], TABLE.columns[:1], [0])
-    taken = tasks[0].folder(tmp_path / "runs/papers")
+    cell_runs, _ = cell_runs_of(TABLE, TABLE.rows[:1], TABLE.columns[:1], [0])
+    taken = cell_runs[0].folder(tmp_path / "runs/papers")
     taken.mkdir(parents=True)
     command = ("run", "x/table1", "--rows", "fedavg", "--columns", "digits", "--jobs", "1")
     with alone_in(taken):
         done = invoke(*command)
     assert done.exit_code == 0, done.exception
-    assert "left to the process that is at it: another process is running" in caplog.text
+    assert "skipped: another process is running" in caplog.text
     assert not (tmp_path / "runs/papers/results.jsonl").exists()
     assert invoke(*command).exit_code == 0
     assert len(read(tmp_path / "runs/papers/results.jsonl")) == 1
 
 
 def test_a_cell_that_ends_costs_no_look_at_the_settings_of_all(tmp_path, monkeypatch):
-    tasks, _ = tasks_of(ALIKE, ALIKE.rows, ALIKE.columns, [0, 1], device="cpu")
-    grid = Grid(tuple(tasks), tmp_path, tmp_path / "results.jsonl")
+    cell_runs, _ = cell_runs_of(ALIKE, ALIKE.rows, ALIKE.columns, [0, 1], device="cpu")
+    grid = Grid(tuple(cell_runs), tmp_path, tmp_path / "results.jsonl")
     first, *_ = grid.waiting()
     hashed = []
     for module in ("grid", "run"):
@@ -442,10 +442,10 @@ def test_a_cell_that_ends_costs_no_look_at_the_settings_of_all(tmp_path, monkeyp
 
 
 def test_a_run_is_done_while_a_line_of_it_is_missing_and_its_lines_come_from_its_folder(tmp_path):
-    tasks, _ = tasks_of(TABLE, TABLE.rows[:2], TABLE.columns[:1], [0])
-    path, written = tasks[0].folder(tmp_path), tmp_path / "results.jsonl"
-    grid = Grid(tuple(tasks), tmp_path, written)
-    assert grid.unfinished() == {path: tasks[0].experiment}
+    cell_runs, _ = cell_runs_of(TABLE, TABLE.rows[:2], TABLE.columns[:1], [0])
+    path, written = cell_runs[0].folder(tmp_path), tmp_path / "results.jsonl"
+    grid = Grid(tuple(cell_runs), tmp_path, written)
+    assert grid.unfinished() == {path: cell_runs[0].experiment}
     grid.collect()  # nothing is over
     assert grid.lines() == [] and not written.exists()
 
@@ -453,7 +453,7 @@ def test_a_run_is_done_while_a_line_of_it_is_missing_and_its_lines_come_from_its
     folder = RunFolder(path)
     folder.append(RoundRecord(1, {"accuracy": 0.5, "accuracy_send": 0.25}))
     folder.write_summary({"status": "diverged"})
-    first = result_of(tasks[0], path)
+    first = result_of(cell_runs[0], path)
     append(written, first)
     assert grid.unfinished() == {}
     grid.collect()
@@ -461,7 +461,9 @@ def test_a_run_is_done_while_a_line_of_it_is_missing_and_its_lines_come_from_its
         ("fedavg", 25.0),
         ("fedavg+wima", 50.0),
     ]
-    assert [line.row for line in Grid((tasks[1],), tmp_path, written).lines()] == ["fedavg+wima"]
+    assert [line.row for line in Grid((cell_runs[1],), tmp_path, written).lines()] == [
+        "fedavg+wima"
+    ]
 
     folder.summary.unlink()
     assert grid.unfinished() == {}  # all of it is written

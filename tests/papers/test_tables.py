@@ -6,7 +6,7 @@ import pytest
 
 from fedbasin.core.expressions import parse
 from fedbasin.papers import PaperError, load_paper, load_table, reason, table_names
-from fedbasin.papers.grid import experiment_of, method_of, tasks_of
+from fedbasin.papers.grid import cell_runs_of, experiment_of, method_of
 from fedbasin.papers.tables import MARKS, Finding, paper_names, read_table, select
 
 TABLES = [load_table(name) for name in table_names()]
@@ -221,8 +221,8 @@ def test_a_stopped_run_loses_a_tenth_at_most_and_short_ones_ten_rounds():
 
 def test_a_grid_is_laid_out_seed_by_seed_and_column_by_column():
     table = read_table(SMALL.replace('name = "a"', 'name = "a"\ncannot = "why"'), "x/table1")
-    tasks, reasons = tasks_of(table, table.rows, table.columns, [3, 1])
-    assert [(t.seed, t.column.name, t.row.name) for t in tasks] == [
+    cell_runs, reasons = cell_runs_of(table, table.rows, table.columns, [3, 1])
+    assert [(t.seed, t.column.name, t.row.name) for t in cell_runs] == [
         (seed, "b", row) for seed in (3, 1) for row in ("fedavg", "fedprox")
     ]
     assert reasons == {"why": ["fedavg | a", "fedprox | a"]}
@@ -230,8 +230,8 @@ def test_a_grid_is_laid_out_seed_by_seed_and_column_by_column():
 
 def test_a_share_of_the_rounds_is_rounded_to_the_nearest():
     table = read_table(SMALL.replace("rounds = 4", "rounds = 100"), "x/table1")
-    tasks, _ = tasks_of(table, table.rows[:1], table.columns[:1], [0], share=0.29)
-    assert tasks[0].experiment.rounds == 29
+    cell_runs, _ = cell_runs_of(table, table.rows[:1], table.columns[:1], [0], share=0.29)
+    assert cell_runs[0].experiment.rounds == 29
 
 
 def test_fractions_are_read_as_percent():
@@ -315,7 +315,7 @@ def test_names_and_patterns_select_in_the_table_s_order():
     rows = load_table("ima/table1").rows
     assert [r.name for r in select(rows, "fedavg+ima,fedavg", "--rows")] == ["fedavg", "fedavg+ima"]
     assert len(select(rows, "*+ima", "--rows")) == 8
-    with pytest.raises(PaperError, match="--rows: nothing is called 'fedavgg'; there is fedavg"):
+    with pytest.raises(PaperError, match="--rows: nothing is called 'fedavgg'; available: fedavg"):
         select(rows, "fedavgg", "--rows")
 
 

@@ -12,7 +12,7 @@ from fedbasin.core.rng import root
 from fedbasin.core.task import Classification
 from fedbasin.data.transform import Transform
 from fedbasin.experiment import Experiment, LocalConfig, SimConfig
-from fedbasin.experiment.build import pick_device, pick_executor, pick_precision
+from fedbasin.experiment.executors import pick_device, pick_executor, pick_precision
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import Federation, Population
 from peers import command, networks, protocol

@@ -60,14 +60,17 @@ def collapse(rows: Tensor, features: Tensor, labels: Tensor, counts: Tensor) -> 
         labels: int64 [n]; every class must be there.
         counts: training rows by class.
     """
-    rows, features, labels = rows.double().cpu(), features.double().cpu(), labels.cpu()
+    rows = rows.double().cpu()
+    features = features.double().cpu()
+    labels = labels.cpu()
     present = torch.bincount(labels, minlength=len(rows))
     if bool((present == 0).any()):
         raise ValueError(f"no row of class {int((present == 0).nonzero()[0])}; measure on more")
     means = torch.zeros_like(rows).index_add_(0, labels, features) / present[:, None]
     centred = means - means.mean(0)
     rows = rows - rows.mean(0)
-    among_rows, among_means = _cosines(rows, rows), _cosines(centred, centred)
+    among_rows = _cosines(rows, rows)
+    among_means = _cosines(centred, centred)
     own = _cosines(rows, centred).diagonal()
     pairs = ~torch.eye(len(rows), dtype=torch.bool)
     within = (features - means[labels]).square().sum(1).mean()

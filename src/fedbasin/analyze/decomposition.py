@@ -48,7 +48,8 @@ def decompose(outputs: Tensor, labels: Tensor, share: Tensor, own: Tensor) -> Fa
         share: n_k or pi_k [K]; only their proportions count.
         own: bool [K, n], whether a row belongs to a client.
     """
-    outputs, share = outputs.double(), share.double() / share.double().sum()
+    outputs = outputs.double()
+    share = share.double() / share.double().sum()
     target = torch.nn.functional.one_hot(labels, outputs.shape[-1]).double()
     mean = outputs.mean(0)  # [K, n, classes]
     bias = target - mean
@@ -103,7 +104,8 @@ def ensemble_gap(
     mean = weighted_mean(models, share)
     scales = torch.tensor([0.5**k for k in range(halvings + 1)], dtype=torch.float64)
     centre = evaluator.outputs(mean[None])[0].double().softmax(-1)
-    deviations, gaps = models - mean, []
+    deviations = models - mean
+    gaps = []
     for scale in scales.tolist():
         each = evaluator.outputs(mean + scale * deviations).double().softmax(-1)
         together = torch.einsum("k,knc->nc", share.to(each.device), each)
@@ -151,7 +153,8 @@ def ensemble_by_count(
 
 def _subsets(weights: Tensor, key: Key, subsets: int) -> Tensor:
     """Return the shares [K, subsets, K] of K clients in random subsets of 1 to K of them."""
-    total, draws = len(weights), key.fold("subsets").numpy()
+    total = len(weights)
+    draws = key.fold("subsets").numpy()
     table = torch.zeros(total, subsets, total, dtype=torch.float64)
     for count in range(1, total + 1):
         for draw in range(subsets):

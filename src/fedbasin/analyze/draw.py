@@ -24,7 +24,8 @@ def draw(analysis: Analysis, path: Path) -> Path:
     """Draw all panels side by side, two in a row; the ending of the path says the format."""
     from matplotlib.figure import Figure  # slow to import, and needed only here
 
-    panels, columns = analysis.panels, min(len(analysis.panels), 2)
+    panels = analysis.panels
+    columns = min(len(analysis.panels), 2)
     rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
     heights = [max(_height(panel) for panel in row) for row in rows]
     figure = Figure(figsize=(6.4 * columns, sum(heights)), layout="constrained")

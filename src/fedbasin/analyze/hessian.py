@@ -67,7 +67,8 @@ def top_eigenvalues(
         tolerance: relative accuracy of the eigenvalues.
         tick: told of each product.
     """
-    size, taken = model.numel(), 0
+    size = model.numel()
+    taken = 0
     if not 1 <= count < size:
         raise ValueError(f"count must be from 1 to {size - 1}, got {count}")
 
@@ -88,7 +89,8 @@ def top_eigenvalues(
             "measure on more rows"
         ) from error
     order = np.argsort(-values)
-    largest, columns = torch.from_numpy(values[order]), torch.from_numpy(vectors[:, order].T.copy())
+    largest = torch.from_numpy(values[order])
+    columns = torch.from_numpy(vectors[:, order].T.copy())
     top = columns[0].to(model)
     residual = float((product(top) - float(largest[0]) * top).norm())
     return Curvature(largest, columns, residual, taken)

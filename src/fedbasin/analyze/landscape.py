@@ -102,8 +102,11 @@ def plane(
     corners, _ = axes.place(three)
     marked, off_plane = axes.place(others)
     every = torch.cat([corners, marked])
-    low, high = every.min(0).values, every.max(0).values
-    low, high = low - margin * (high - low), high + margin * (high - low)
+    low = every.min(0).values
+    high = every.max(0).values
+    border = margin * (high - low)
+    low = low - border
+    high = high + border
     x, y = (torch.linspace(float(a), float(b), points) for a, b in zip(low, high, strict=True))
     rows, columns = torch.meshgrid(y, x, indexing="ij")
     weights = torch.stack([torch.ones(points**2), columns.flatten(), rows.flatten()], dim=1)

@@ -72,11 +72,13 @@ def participation_equivalent(
     the accuracy lies above all of them; the lowest participation where it lies below the first.
     """
     order = np.argsort(participation)
-    clients, height = np.asarray(participation)[order], np.asarray(accuracy)[order]
+    clients = np.asarray(participation)[order]
+    height = np.asarray(accuracy)[order]
     if reached <= height[0]:
         return float(clients[0])
     for left in range(len(clients) - 1):
-        low, high = height[left], height[left + 1]
+        low = height[left]
+        high = height[left + 1]
         if low < reached <= high:
             share = (reached - low) / (high - low)
             return float(clients[left] + share * (clients[left + 1] - clients[left]))

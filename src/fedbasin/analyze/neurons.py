@@ -46,7 +46,8 @@ def class_concentration(activity: Tensor) -> float:
 def mass_concentration(activity: Tensor) -> float:
     """Return the Gini coefficient of activity by neuron, [neurons]; NaN where none fires."""
     ordered = activity.double().sort().values
-    total, count = float(ordered.sum()), len(ordered)
+    total = float(ordered.sum())
+    count = len(ordered)
     if not total > 0:
         return float("nan")
     rank = torch.arange(1, count + 1, dtype=torch.float64, device=ordered.device)

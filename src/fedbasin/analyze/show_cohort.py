@@ -50,9 +50,10 @@ from fedbasin.core.vectors import shares
 
 def _cohort(snapshot: Snapshot) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return start, models, weights and ids of a snapshot that holds clients' models."""
-    start, models, weights, clients = (
-        snapshot.start, snapshot.models, snapshot.weights, snapshot.clients,
-    )  # fmt: skip
+    start = snapshot.start
+    models = snapshot.models
+    weights = snapshot.weights
+    clients = snapshot.clients
     assert start is not None and models is not None
     assert weights is not None and clients is not None
     return start, models, weights, clients
@@ -68,7 +69,10 @@ def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Wat
     """Take the squared error of each kept round apart; draws are runs, or late rounds of one."""
     first = subjects[0]
     tick = watch("decomposition", len(first.snapshots.stored()))
-    rounds, factors, averaged, far = [], list[Factors](), [], []
+    rounds = []
+    factors: list[Factors] = []
+    averaged = []
+    far = []
     whole = first.data.train
     for window in _windows(subjects, options.draws):
         _, models, weights, clients = _cohort(window[-1])
@@ -139,9 +143,12 @@ def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]
 )
 def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Average random subsets of the last kept cohort of each run."""
-    curves, gaps, notes = [], [], []
+    curves = []
+    gaps = []
+    notes = []
     for subject in subjects:
-        snapshot, name = subject.last_cohort(), label(subject, subjects)
+        snapshot = subject.last_cohort()
+        name = label(subject, subjects)
         _, models, weights, _ = _cohort(snapshot)
         evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
         tick = watch(f"averaging, {name}", len(models) * (options.count + 6))
@@ -149,9 +156,9 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
         mean = error_by_count(evaluator, models, weights, key, options.count, tick)
         ensemble = ensemble_by_count(evaluator, models, weights, key, options.count)
         gap = ensemble_gap(evaluator, models, weights, tick=tick)
-        for what, found in ((name, mean), (f"{name}, ensemble", ensemble)):
-            band = (numbers(found.low), numbers(found.high))
-            curves.append(Line(what, numbers(found.averaged), numbers(found.mean), *band))
+        for what, curve in ((name, mean), (f"{name}, ensemble", ensemble)):
+            band = (numbers(curve.low), numbers(curve.high))
+            curves.append(Line(what, numbers(curve.averaged), numbers(curve.mean), *band))
         gaps.append(Line(name, numbers(gap.distance), numbers(gap.gap)))
         notes += [
             f"{subject.name}: round {snapshot.round}, {rows_note(evaluator, subject.data.test)}",
@@ -175,10 +182,12 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the mean linear CKA of client models over rounds, and the last matrix."""
-    curves, notes = [], []
+    curves = []
+    notes = []
     for subject in subjects:
         tick = watch(f"cka, {label(subject, subjects)}", len(subject.snapshots.stored()))
-        rounds, means = [], []
+        rounds = []
+        means = []
         for snapshot in subject.kept():
             evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 1000)
             matrix = cka_matrix(_probabilities(evaluator, _cohort(snapshot)[1]))
@@ -203,16 +212,18 @@ def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fou
 )
 def show_locality(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the largest and the mean distance, and the cohort's divergence, over rounds."""
-    far, spread = [], []
+    far = []
+    spread = []
     for subject in subjects:
-        found = [
+        distances = [
             (float(s.round), locality(_cohort(s)[1], s.sent.to(_cohort(s)[1]), _cohort(s)[2]))
             for s in subject.kept()
         ]
-        x, name = tuple(r for r, _ in found), label(subject, subjects)
-        far.append(Line(f"{name}, farthest", x, tuple(one.farthest for _, one in found)))
-        far.append(Line(f"{name}, mean", x, tuple(one.mean for _, one in found)))
-        spread.append(Line(name, x, tuple(one.divergence for _, one in found)))
+        x = tuple(r for r, _ in distances)
+        name = label(subject, subjects)
+        far.append(Line(f"{name}, farthest", x, tuple(one.farthest for _, one in distances)))
+        far.append(Line(f"{name}, mean", x, tuple(one.mean for _, one in distances)))
+        spread.append(Line(name, x, tuple(one.divergence for _, one in distances)))
     return Found(
         [
             Lines("locality", "round", "|w_k - w|", tuple(far)),
@@ -228,7 +239,9 @@ def show_locality(subjects: Sequence[Subject], options: Options, watch: Watch) -
 )
 def show_selection(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw what FedCDA recorded: V picked against V newest, age, share of older models."""
-    spread, age, older = [], [], []
+    spread = []
+    age = []
+    older = []
     for subject in subjects:
         x, noted = subject.notes("divergence_newest", "divergence", "age", "older")
         name = label(subject, subjects)
@@ -253,42 +266,51 @@ def show_selection(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw gradient and heterogeneity coherence over the kept rounds."""
-    cohort, mean, mixes, groups, notes = [], [], [], [], []
+    cohort = []
+    mean = []
+    mixes = []
+    groups = []
+    notes = []
     marks = []
     for subject in subjects:
         name = label(subject, subjects)
         learnt = {r.round: r.notes["lambdas"] for r in subject.records if "lambdas" in r.notes}
-        rounds, found, overlap, grouped = [], [], [], []
+        rounds = []
+        coherences = []
+        overlap = []
+        grouped = []
         for snapshot in subject.kept():
             start, models, weights, clients = _cohort(snapshot)
             share = shares(weights)
             weighed = torch.tensor(learnt.get(snapshot.round, []), dtype=torch.float64)
             if weighed.shape == share.shape:  # fedcda(merge=fedlaw) weighs other clients too
                 share = weighed
-            found.append(gradient_coherence(start, models, share))
+            coherences.append(gradient_coherence(start, models, share))
             overlap.append(heterogeneity_coherence(subject.data.counts, clients, share))
-            grouped.append(group_coherence(found[-1].pairs, clients.tolist(), options.groups))
+            grouped.append(group_coherence(coherences[-1].pairs, clients.tolist(), options.groups))
             rounds.append(snapshot.round)
         x = numbers(rounds)
-        cohort.append(Line(name, x, tuple(one.cohort for one in found)))
-        mean.append(Line(name, x, tuple(one.mean for one in found)))
+        cohort.append(Line(name, x, tuple(one.cohort for one in coherences)))
+        mean.append(Line(name, x, tuple(one.mean for one in coherences)))
         mixes.append(Line(f"{name}, 1 - TV", x, tuple(one.one_minus_tv for one in overlap)))
         mixes.append(Line(f"{name}, cosine", x, tuple(one.cosine for one in overlap)))
         for a, b in grouped[-1]:
             where = f"{name}, group {a + 1}" + ("" if a == b else f" with {b + 1}")
             groups.append(Line(where, x, tuple(one[a, b] for one in grouped)))
-        crossed = critical_round(rounds, [one.cohort for one in found])
+        crossed = critical_round(rounds, [one.cohort for one in coherences])
         notes.append(f"{subject.name}: critical round {crossed or 'not reached'} (of those kept)")
         if crossed is not None:
             marks.append(Mark(f"critical round, {name}", float(crossed), 0.0))
-    size = numbers(torch.arange(len(found[-1].pairs)))
+    size = numbers(torch.arange(len(coherences[-1].pairs)))
     title = f"cos(g_i, g_j) at round {rounds[-1]}, {name}"
     panels: list[Panel] = [
         Lines("coherence of the cohort", "round", "c_cohort", tuple(cohort), tuple(marks)),
         Lines("mean of pairs", "round", "mean cos(g_i, g_j)", tuple(mean)),
         *([Lines("groups", "round", "mean cos(g_i, g_j)", tuple(groups))] if groups else []),
         Lines("heterogeneity coherence", "round", "similarity", tuple(mixes)),
-        Grid(title, "client of the cohort", "client", "cos", size, size, table(found[-1].pairs)),
+        Grid(
+            title, "client of the cohort", "client", "cos", size, size, table(coherences[-1].pairs)
+        ),
     ]
     weights_note = "lambda: as learnt where the method records the cohort's, else by samples"
     return Found(panels, [*notes, weights_note])
@@ -301,9 +323,11 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_pearson(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Correlate each run's accumulated weights, and those of all runs together."""
-    rows, every = [], []
+    rows = []
+    every = []
     for subject in subjects:
-        records, counts = subject.noted("lambdas"), subject.data.counts.cpu().numpy()
+        records = subject.noted("lambdas")
+        counts = subject.data.counts.cpu().numpy()
         cohorts = [subject.data.cohort(r.round) for r in records]
         lambdas = [np.atleast_1d(r.notes["lambdas"]).tolist() for r in records]
         total = accumulate(len(counts), cohorts, lambdas)

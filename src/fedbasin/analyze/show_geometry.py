@@ -86,26 +86,27 @@ def show_plane(subjects: Sequence[Subject], options: Options, watch: Watch) -> F
     vectors = torch.stack([model.vector for model in models])
     evaluator = ground_for(first.data.test, first, options, models[-1].buffers, 2000)
     tick = watch("plane", options.points**2)
-    found = plane(
+    surface = plane(
         evaluator, vectors[:3], vectors[3:], points=options.points, margin=options.margin, tick=tick
     )
-    places = torch.cat([found.corners, found.others]).tolist()
+    places = torch.cat([surface.corners, surface.others]).tolist()
     marks = tuple(Mark(m.name, *place) for m, place in zip(models, places, strict=True))
     axes = ("distance along the first axis", "distance along the second axis")
-    x, y = numbers(found.x), numbers(found.y)
+    x = numbers(surface.x)
+    y = numbers(surface.y)
     panels = [
         Grid(title, *axes, title, x, y, table(values), marks)
-        for title, values in (("test loss", found.loss), ("test error", found.error))
+        for title, values in (("test loss", surface.loss), ("test error", surface.error))
     ]
-    row, column = divmod(int(found.loss.argmin()), options.points)
-    least = f"{float(found.loss.min()):.4g} at ({x[column]:.3g}, {y[row]:.3g})"
+    row, column = divmod(int(surface.loss.argmin()), options.points)
+    least = f"{float(surface.loss.min()):.4g} at ({x[column]:.3g}, {y[row]:.3g})"
     notes = [
         rows_note(evaluator, first.data.test),
         f"smallest loss of the grid {least}",
     ]
     notes += [
         f"{model.name} lies {float(away):.3g} off the plane"
-        for model, away in zip(models[3:], found.off_plane, strict=True)
+        for model, away in zip(models[3:], surface.off_plane, strict=True)
     ]
     return Found(panels, notes)
 
@@ -115,7 +116,8 @@ def _three(subject: Subject) -> tuple[str, ...]:
     stored = subject.snapshots.stored()
     for round in reversed(stored):
         snapshot = subject.snapshots.get(round)
-        clients, mean = snapshot.clients, f"mean:{round}"
+        clients = snapshot.clients
+        mean = f"mean:{round}"
         if clients is not None and len(clients) >= 3:
             named = [*(f"client{client}:{round}" for client in clients.tolist()[:3]), mean]
             same = torch.allclose(resolve([subject], mean).vector, snapshot.score)
@@ -138,16 +140,17 @@ def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) 
     """Draw the loss of gamma w for gamma from 0.9 to 1.1."""
     gammas = torch.linspace(0.9, 1.1, options.points)
     tick = watch("rescaling", len(gammas) * len(subjects))
-    curves, notes = [], []
+    curves = []
+    notes = []
     for subject in subjects:
         model = subject.last_model()
         evaluator = ground_for(subject.data.test, subject, options, model.buffers, 2000)
-        found = rescale(evaluator, model.vector, gammas, tick)
-        curves.append((label(subject, subjects), found))
+        curve = rescale(evaluator, model.vector, gammas, tick)
+        curves.append((label(subject, subjects), curve))
         notes.append(f"{subject.name}: {model.name}, {rows_note(evaluator, subject.data.test)}")
     x = numbers(gammas)
-    loss = tuple(Line(name, x, numbers(found.loss)) for name, found in curves)
-    error = tuple(Line(name, x, numbers(found.error)) for name, found in curves)
+    loss = tuple(Line(name, x, numbers(curve.loss)) for name, curve in curves)
+    error = tuple(Line(name, x, numbers(curve.error)) for name, curve in curves)
     return Found(
         [
             Lines("test loss", "gamma", "test loss of gamma w", loss),
@@ -165,29 +168,34 @@ def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw top eigenvalues over rounds and the slice along the last model's sharpest direction."""
-    tops, ratios, slices, notes = [], [], [], []
+    tops = []
+    ratios = []
+    slices = []
+    notes = []
     for subject in subjects:
         name = label(subject, subjects)
         tick = watch(f"hessian of {name}", 0)
-        rounds, top, ratio = [], [], []
+        rounds = []
+        top = []
+        ratio = []
         for model in subject.models():
             evaluator = ground_for(subject.data.train, subject, options, model.buffers, 1000)
             vector = on_device(model.vector, evaluator)
             product = hessian_product(evaluator, vector)
             key = root(subject.seed).fold("hessian", model.round)
-            found = top_eigenvalues(product, vector, key, count=options.count, tick=tick)
+            eigen = top_eigenvalues(product, vector, key, count=options.count, tick=tick)
             rounds.append(float(model.round))
-            top.append(float(found.values[0]))
-            ratio.append(found.ratio)
+            top.append(float(eigen.values[0]))
+            ratio.append(eigen.ratio)
         steps = torch.linspace(-1, 1, options.points)
-        along = slice_along(evaluator, vector, found.vectors[0], steps, tick)
+        along = slice_along(evaluator, vector, eigen.vectors[0], steps, tick)
         tops.append(Line(name, tuple(rounds), tuple(top)))
         ratios.append(Line(name, tuple(rounds), tuple(ratio)))
         slices.append(Line(name, numbers(steps), numbers(along.loss)))
-        values = ", ".join(f"{v:.4g}" for v in found.values.tolist())
+        values = ", ".join(f"{v:.4g}" for v in eigen.values.tolist())
         notes.append(
             f"{subject.name}, {model.name}: eigenvalues {values}; |H v - lambda v| = "
-            f"{found.residual:.2g}; {rows_note(evaluator, subject.data.train, 'training')}"
+            f"{eigen.residual:.2g}; {rows_note(evaluator, subject.data.train, 'training')}"
         )
     top_name = f"lambda_1 / lambda_{options.count}"
     return Found(

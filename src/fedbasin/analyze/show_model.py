@@ -39,19 +39,26 @@ _FEW = 12  # at most so many layers are drawn one by one
 )
 def show_shrinking(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw what FedLAW recorded, and the norm and spread of parameters of any run."""
-    gamma, terms, ratio, norms, spread = [], [], [], [], []
+    gamma = []
+    terms = []
+    ratio = []
+    norms = []
+    spread = []
     models = [subject.last_model() for subject in subjects]
     reach = max(float(model.vector.abs().max()) for model in models)
-    notes, ratios = [], dict[str, Tensor]()
+    notes = []
+    ratios: dict[str, Tensor] = {}
     for subject, model in zip(subjects, models, strict=True):
         name = label(subject, subjects)
         every = {r.round: r.model_norm for r in subject.records if r.model_norm is not None}
         norms.append(Line(name, numbers(list(every)), numbers(list(every.values()))))
-        found = histogram(model.vector, reach=reach)
-        middle = (found.edges[:-1] + found.edges[1:]) / 2
-        spread.append(Line(name, numbers(middle), numbers(found.share)))
-        near = f"{100 * found.near_zero:.1f} % of parameters within {reach / 100:.2g} of zero"
-        notes.append(f"{subject.name}, {model.name}: norm {found.norm:.4g}, {near}")
+        distribution = histogram(model.vector, reach=reach)
+        middle = (distribution.edges[:-1] + distribution.edges[1:]) / 2
+        spread.append(Line(name, numbers(middle), numbers(distribution.share)))
+        near = (
+            f"{100 * distribution.near_zero:.1f} % of parameters within {reach / 100:.2g} of zero"
+        )
+        notes.append(f"{subject.name}, {model.name}: norm {distribution.norm:.4g}, {near}")
         if not any("gamma" in r.notes for r in subject.records):
             continue
         x, (gammas, gradients, recorded) = subject.notes("gamma", "gradient_norm", "ratio")
@@ -99,22 +106,27 @@ def _spread_of(ratios: dict[str, Tensor]) -> tuple[Line, ...]:
 def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw both definitions over rounds, and every layer of each run."""
     means: dict[str, list[Line]] = {"by class": [], "by mass": []}
-    panels, notes = list[Panel](), ["RECONSTRUCTION: the paper's definition is not at hand"]
+    panels: list[Panel] = []
+    notes = ["RECONSTRUCTION: the paper's definition is not at hand"]
     for subject in subjects:
-        name, rounds, found = label(subject, subjects), [], []
+        name = label(subject, subjects)
+        rounds = []
+        concentrations = []
         tick = watch(f"neurons, {name}", len(subject.snapshots.stored()) or 1)
         for model in subject.models():
             evaluator = ground_for(subject.data.test, subject, options, model.buffers, 2000)
-            found.append(neuron_concentration(evaluator, on_device(model.vector, evaluator)))
+            concentrations.append(
+                neuron_concentration(evaluator, on_device(model.vector, evaluator))
+            )
             rounds.append(model.round)
             tick(1)
         x = numbers(rounds)
         for which, lines in means.items():
             layers = torch.stack(
-                [one.by_class if which == "by class" else one.by_mass for one in found]
+                [one.by_class if which == "by class" else one.by_mass for one in concentrations]
             )
             lines.append(Line(name, x, numbers(layers.nanmean(1))))
-            shown = found[0].layers[:_FEW]
+            shown = concentrations[0].layers[:_FEW]
             curves = [Line(n, x, numbers(layers[:, i])) for i, n in enumerate(shown)]
             title = f"{name}: concentration {which}, layers (reconstruction)"
             if len(curves) > 1:  # one layer is its own mean
@@ -137,21 +149,26 @@ def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) ->
 )
 def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the last accuracy of each class, and the thirds over the kept rounds."""
-    bars, over_rounds, rows, notes = [], [], [], []
+    bars = []
+    over_rounds = []
+    rows = []
+    notes = []
     for subject in subjects:
-        name, counts = label(subject, subjects), subject.data.counts.sum(0)
+        name = label(subject, subjects)
+        counts = subject.data.counts.sum(0)
         tick = watch(f"classes, {name}", len(subject.snapshots.stored()) or 1)
-        rounds, found = [], []
+        rounds = []
+        accuracies = []
         for model in subject.models():
             evaluator = ground_for(subject.data.test, subject, options, model.buffers, 0)
             answers = evaluator.outputs(model.vector[None])[0].argmax(1)
-            found.append(accuracy_by_class(answers, evaluator.labels, counts))
+            accuracies.append(accuracy_by_class(answers, evaluator.labels, counts))
             rounds.append(model.round)
             tick(1)
-        bars.append(BarSeries(name, numbers(found[-1].accuracy)))
-        rows.append((name, *found[-1].thirds.tolist()))
+        bars.append(BarSeries(name, numbers(accuracies[-1].accuracy)))
+        rows.append((name, *accuracies[-1].thirds.tolist()))
         for i, third in enumerate(THIRDS):
-            values = tuple(float(one.thirds[i]) for one in found)
+            values = tuple(float(one.thirds[i]) for one in accuracies)
             over_rounds.append(Line(f"{name}, {third}", numbers(rounds), values))
         notes.append(
             f"{subject.name}, round {rounds[-1]}: {rows_note(evaluator, subject.data.test)}"
@@ -175,24 +192,29 @@ def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) ->
 )
 def show_collapse(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw cosines of classifier rows and features over the kept rounds."""
-    rows, align, other = [], [], []
+    rows = []
+    align = []
+    other = []
     for subject in subjects:
-        name, counts = label(subject, subjects), subject.data.counts.sum(0)
+        name = label(subject, subjects)
+        counts = subject.data.counts.sum(0)
         tick = watch(f"collapse, {name}", len(subject.snapshots.stored()) or 1)
-        rounds, found = [], []
+        rounds = []
+        collapses = []
         for model in subject.models():
             evaluator = ground_for(subject.data.test, subject, options, model.buffers, 0)
             vector = on_device(model.vector, evaluator)
-            head, features = _head(evaluator, vector), _features(evaluator, vector)
-            found.append(collapse(head, features, evaluator.labels, counts))
+            head = _head(evaluator, vector)
+            features = _features(evaluator, vector)
+            collapses.append(collapse(head, features, evaluator.labels, counts))
             rounds.append(model.round)
             tick(1)
         x = numbers(rounds)
         for i, third in enumerate(THIRDS):
-            rows.append(Line(f"{name}, {third}", x, tuple(float(f.rows[i]) for f in found)))
-            align.append(Line(f"{name}, {third}", x, tuple(float(f.align[i]) for f in found)))
-        other.append(Line(f"{name}, spread (NC2)", x, tuple(f.spread for f in found)))
-        other.append(Line(f"{name}, within (NC1)", x, tuple(f.within for f in found)))
+            rows.append(Line(f"{name}, {third}", x, tuple(float(f.rows[i]) for f in collapses)))
+            align.append(Line(f"{name}, {third}", x, tuple(float(f.align[i]) for f in collapses)))
+        other.append(Line(f"{name}, spread (NC2)", x, tuple(f.spread for f in collapses)))
+        other.append(Line(f"{name}, within (NC1)", x, tuple(f.within for f in collapses)))
     title = "cosine between classifier rows within a third"
     return Found(
         [
@@ -233,9 +255,11 @@ def _features(evaluator: Evaluator, vector: Tensor) -> Tensor:
 def show_curves(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Describe learning curves; the first run's method is the reference for participation."""
     headline = subjects[0].headline
-    found = [curve_statistics(s.records, options.target, s.headline) for s in subjects]
-    raw, smoothed, rows = [], [], list[tuple[Cell, ...]]()
-    for subject, one in zip(subjects, found, strict=True):
+    statistics = [curve_statistics(s.records, options.target, s.headline) for s in subjects]
+    raw = []
+    smoothed = []
+    rows: list[tuple[Cell, ...]] = []
+    for subject, one in zip(subjects, statistics, strict=True):
         name = label(subject, subjects)
         raw.append(Line(name, numbers(one.rounds), numbers(one.accuracy)))
         smoothed.append(Line(name, numbers(one.rounds), numbers(one.smoothed)))
@@ -246,7 +270,7 @@ def show_curves(subjects: Sequence[Subject], options: Options, watch: Watch) -> 
         Lines("smoothed (Savitzky-Golay, 11, 2)", "round", headline.name, tuple(smoothed)),
         Table("learning curves", columns, tuple(rows)),
     ]
-    equal = _participation(subjects, found)
+    equal = _participation(subjects, statistics)
     if equal:
         needs = f"{subjects[0].method} needs"
         heads = ("method", "clients a round", "final", needs, "ratio")
@@ -255,11 +279,11 @@ def show_curves(subjects: Sequence[Subject], options: Options, watch: Watch) -> 
 
 
 def _participation(
-    subjects: Sequence[Subject], found: Sequence[CurveStatistics]
+    subjects: Sequence[Subject], statistics: Sequence[CurveStatistics]
 ) -> list[tuple[Cell, ...]]:
     """Compare every other method with the first one over the participations that it ran with."""
     ends: dict[tuple[str, float], list[float]] = {}
-    for subject, one in zip(subjects, found, strict=True):
+    for subject, one in zip(subjects, statistics, strict=True):
         if one.final is not None:
             cohort = round(fmean(r.replies + r.dropped for r in subject.records), 1)
             ends.setdefault((subject.method, cohort), []).append(one.final)

@@ -43,7 +43,8 @@ class Rescaled(NamedTuple):
 
 def pulls(gamma: Tensor, gradient: Tensor, norm: Tensor) -> Pulls:
     """Return the two parts from gamma, |g| and |w| before the round, each [T]."""
-    step, pull = gamma * gradient, (1 - gamma).abs() * norm
+    step = gamma * gradient
+    pull = (1 - gamma).abs() * norm
     return Pulls(step, pull, step / pull)
 
 

@@ -37,5 +37,6 @@ def weight_plane(
     weights = table.double() / (points - 1)
     scores = evaluator.measure(weights, three, tick)
     loss, error = torch.full((2, points, points), float("nan"), dtype=torch.float64)
-    loss[inside], error[inside] = scores.loss, scores.error
+    loss[inside] = scores.loss
+    error[inside] = scores.error
     return Simplex(steps.double() / (points - 1), loss, error, weights[scores.loss.argmin()])

@@ -223,7 +223,7 @@ def find(name: str) -> Entry:
     """Return an analysis by name; an unknown one is an error that names the nearest."""
     if name not in CATALOGUE:
         close = difflib.get_close_matches(name, CATALOGUE, n=3, cutoff=0.5) or sorted(CATALOGUE)
-        raise AnalysisError(f"no analysis is called {name!r}; there is {', '.join(close)}")
+        raise AnalysisError(f"no analysis is called {name!r}; available: {', '.join(close)}")
     return CATALOGUE[name]
 
 

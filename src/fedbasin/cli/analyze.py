@@ -95,27 +95,27 @@ def analyze(
             task = progress.add_task(escape(what), total=total or None)
             return lambda done: progress.advance(task, done)
 
-        found = entry(subjects, options, watch)
-    written = write_analysis(found, folder, file_name)
-    for note in found.notes:
+        analysis = entry(subjects, options, watch)
+    written = write_analysis(analysis, folder, file_name)
+    for note in analysis.notes:
         console.print(Text(note), soft_wrap=True)
-    for panel in found.panels:
+    for panel in analysis.panels:
         if panel.kind == "table":
             console.print(_table(panel.title, panel.columns, panel.rows))
     console.print(Text("wrote " + ", ".join(str(path) for path in written)), soft_wrap=True)
 
 
-def write_analysis(found: Analysis, folder: Path, file_name: str) -> list[Path]:
+def write_analysis(analysis: Analysis, folder: Path, file_name: str) -> list[Path]:
     """Write an analysis as JSON, CSV, PNG and SVG; return the four paths."""
     from fedbasin.analyze.draw import draw
     from fedbasin.core.record import write_atomically
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{file_name}.{ending}" for ending in ("json", "csv", "png", "svg")]
-    write_atomically(paths[0], found.to_json())
-    write_atomically(paths[1], found.to_csv())
+    write_atomically(paths[0], analysis.to_json())
+    write_atomically(paths[1], analysis.to_csv())
     for path in paths[2:]:
-        draw(found, path)
+        draw(analysis, path)
     return paths
 
 
@@ -130,11 +130,11 @@ def read_groups(text: str) -> tuple[frozenset[int], ...]:
 
 
 def _group(text: str) -> frozenset[int]:
-    found: set[int] = set()
+    clients: set[int] = set()
     for part in text.split("+"):
         low, dash, high = part.partition("-")
-        found.update(range(int(low), int(high) + 1) if dash else [int(low)])
-    return frozenset(found)
+        clients.update(range(int(low), int(high) + 1) if dash else [int(low)])
+    return frozenset(clients)
 
 
 def _checked_tag(tag: str) -> str:

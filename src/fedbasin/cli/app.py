@@ -45,7 +45,7 @@ app = typer.Typer(
     "[bold]fedbasin methods[/bold], then [bold]fedbasin compare fedavg scaffold --preset "
     "fmnist --rounds 20 --seeds 0[/bold] (minutes).",
 )
-# Click guesses already. Set here, since Typer before 0.20 takes no such word.
+# Click suggests commands already. Set as an attribute: Typer before 0.20 has no such argument.
 app.suggest_commands = False
 console = wide_console()
 DEMO_METHODS = (
@@ -87,7 +87,7 @@ LogTo = Annotated[
 
 
 class _OldFlags(TyperCommand):
-    """Reads ``--tensorboard`` as ``--log tensorboard``, which it was called before."""
+    """Reads the old flag ``--tensorboard`` as ``--log tensorboard``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         new: list[str] = []
@@ -98,7 +98,9 @@ class _OldFlags(TyperCommand):
 
 def main() -> None:
     """Run the command line; a user's mistake is one line, not a traceback."""
-    sys.path.append(str(Path.cwd()))  # for modules of the user's own; last, so they hide none
+    sys.path.append(
+        str(Path.cwd())
+    )  # for the user's own modules; last, so that they shadow nothing
     try:
         app()
     except (ValueError, RuntimeError, OSError) as error:
@@ -121,7 +123,7 @@ def options(
         bool, typer.Option("--version", callback=_say_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Take what stands before a command."""
+    """Global options."""
 
 
 def _settings(config: Path | None, preset: str | None, assignments: list[str] | None) -> Experiment:
@@ -136,12 +138,16 @@ def _settings(config: Path | None, preset: str | None, assignments: list[str] | 
 
     if config is not None and preset is not None:
         raise ConfigError("give a config file or --preset, not both")
-    settings = read_config(config) if config else read_preset(preset) if preset else {}
+    settings = {}
+    if config is not None:
+        settings = read_config(config)
+    elif preset:
+        settings = read_preset(preset)
     return from_mapping(override(settings, assignments or []))
 
 
 def _assignments(given: list[str] | None, **named: object) -> list[str]:
-    """Join --set with the options that have a name of their own; those win."""
+    """Join --set with the options that have their own name. The named options win."""
     extra = [
         f"{key.replace('__', '.')}={json.dumps(v)}" for key, v in named.items() if v is not None
     ]
@@ -149,7 +155,7 @@ def _assignments(given: list[str] | None, **named: object) -> list[str]:
 
 
 def _folder(out: Path | None) -> Path | None:
-    """Refuse what cannot be a folder before anything is loaded."""
+    """Refuse a file as output folder, before anything is loaded."""
     if out is not None and out.is_file():
         raise ValueError(f"--out: {out} is a file; name a folder")
     return out
@@ -202,7 +208,7 @@ def resume(
     data_dir: DataDir = None,
     log: LogTo = None,
 ) -> None:
-    """Go on with a run that was stopped or killed; it ends as if it never had been."""
+    """Resume a stopped run. The result equals an uninterrupted run."""
     import fedbasin.experiment  # noqa: F401
     from fedbasin.core.record import RecordError
     from fedbasin.experiment.config import read_experiment
@@ -211,7 +217,9 @@ def resume(
     if not (folder / "config.toml").exists():
         several = next(folder.glob("**/config.toml"), None) is not None
         hint = (
-            "; runs below it go on one by one, or with their command and --out" if several else ""
+            "; resume the runs below it one by one, or repeat their command with --out"
+            if several
+            else ""
         )
         raise RecordError(f"{folder} holds no run: there is no config.toml in it{hint}")
     layout = [Cell(read_experiment(folder / "config.toml"), folder)]
@@ -240,8 +248,8 @@ def compare(
 ) -> None:
     """Let several methods compete on the same clients, cohorts and batches.
 
-    Prints a table and writes report.html and comparison.png beside the runs. A comparison
-    that was stopped goes on where it was when the same command is given with the same --out.
+    Prints a table and writes report.html and comparison.png beside the runs. To resume a
+    stopped comparison, give the same command with the same --out.
     """
     named = _assignments(set_, rounds=rounds, sim__device=device)
     base = _settings(config, preset, named)
@@ -302,7 +310,7 @@ app.command()(report)
 
 
 def _unfold(commands: typer.Typer) -> None:
-    """Let help fill the terminal: the lines of a docstring would end where the source's do."""
+    """Join the lines of each docstring paragraph, so that help fills the terminal's width."""
     for each in commands.registered_commands:
         paragraphs = (inspect.getdoc(each.callback) or "").split("\n\n")
         each.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -322,7 +330,7 @@ def _compare(
     jobs: int | None,
     log: Sequence[str] = (),
 ) -> None:
-    from fedbasin.experiment.build import pick_device
+    from fedbasin.experiment.executors import pick_device
     from fedbasin.report.curves import draw_curves
     from fedbasin.report.page import write_page
     from fedbasin.report.runs import headline_of_runs, read_runs

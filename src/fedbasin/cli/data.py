@@ -1,4 +1,4 @@
-"""`fedbasin data`: what data there is, what is in it, and fetching it."""
+"""`fedbasin data`: list, describe and download datasets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _COLOURS = {"decoded": "green", "built in": "green", "no": "red"}
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Show a `DataError` as one red line and leave with status 1."""
+    """Show a `DataError` as one red line and exit with status 1."""
     try:
         yield
     except DataError as error:
@@ -78,7 +78,7 @@ def _progress_bar() -> Iterator[Report]:
 
 @app.command("list")
 def list_(data_dir: DataDir = None, cache_dir: CacheDir = None) -> None:
-    """List the datasets, the papers that use them, and whether they are at hand.
+    """List the datasets, the papers that use them, and whether they are available here.
 
     Rows are the published ones until a dataset has been decoded; '+ held out' means that it is
     published in one piece and fedbasin holds out a fixed share for testing.
@@ -121,20 +121,20 @@ def info(name: Name, data_dir: DataDir = None, cache_dir: CacheDir = None) -> No
     with _one_line_errors():
         if describe(name, data_dir=data_dir, cache_dir=cache_dir).at_hand == "on hub":
             raise DataError(f"{name} is on the hub, not here yet; run: fedbasin data fetch {name}")
-        found = _fetch(name, data_dir, cache_dir)
-    _describe(found)
+        fetched = _fetch(name, data_dir, cache_dir)
+    _describe(fetched)
 
 
 @app.command("fetch")
 def fetch_(name: Name, data_dir: DataDir = None, cache_dir: CacheDir = None) -> None:
-    """Download a dataset if need be, check it, decode it into the cache, and say where it is."""
+    """Download a dataset if needed, check it, decode it into the cache, and print its folder."""
     with _one_line_errors():
-        found = _fetch(name, data_dir, cache_dir)
-    rows = f"{len(found.dataset.train):,} train and {len(found.dataset.test):,} test rows"
-    if found.entry is None:
+        fetched = _fetch(name, data_dir, cache_dir)
+    rows = f"{len(fetched.dataset.train):,} train and {len(fetched.dataset.test):,} test rows"
+    if fetched.entry is None:
         place = "built into fedbasin's dependencies, nothing to fetch"
     else:
-        place = f"{'decoded into' if found.decoded else 'already in'} {found.entry.folder}"
+        place = f"{'decoded into' if fetched.decoded else 'already in'} {fetched.entry.folder}"
     Console(soft_wrap=True).print(f"{escape(name)}: {rows}, {escape(place)}", highlight=False)
 
 
@@ -143,9 +143,10 @@ def _fetch(name: str, data_dir: Path | None, cache_dir: Path | None) -> Fetched:
         return fetch(name, data_dir=data_dir, cache_dir=cache_dir, progress=report)
 
 
-def _describe(found: Fetched) -> None:
+def _describe(fetched: Fetched) -> None:
     """Print everything known about a loaded dataset."""
-    dataset, console = found.dataset, Console(soft_wrap=True)
+    dataset = fetched.dataset
+    console = Console(soft_wrap=True)
     facts = Table.grid(padding=(0, 2))
     facts.add_row("name", escape(dataset.name))
     facts.add_row("inputs", f"{dataset.kind}, {'x'.join(map(str, dataset.train.inputs.shape[1:]))}")
@@ -154,9 +155,9 @@ def _describe(found: Fetched) -> None:
     facts.add_row("groups", str(len(dataset.group_names) or "none"))
     if dataset.mean:
         facts.add_row("mean, std", f"{dataset.mean}, {dataset.std}")
-    if found.entry is not None:
-        facts.add_row("cache", escape(str(found.entry.folder)))
-        for file in found.entry.files:
+    if fetched.entry is not None:
+        facts.add_row("cache", escape(str(fetched.entry.folder)))
+        for file in fetched.entry.files:
             commit = f" at commit {file.commit[:12]}" if file.commit else ""
             facts.add_row("made from", f"{escape(file.name)}{commit}, sha256 {file.sha256[:12]}...")
     console.print(facts, highlight=False)

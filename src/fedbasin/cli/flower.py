@@ -62,15 +62,15 @@ def up(
     method: Annotated[str | None, typer.Option(help="How the server merges.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where records and logs go; go on with it if it is there.")
+        Path | None, typer.Option(help="Where records and logs go; a run that is there is resumed.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds the whole run may take.")] = 3600.0,
 ) -> None:
-    """Start a federation on this machine, run an app on it, and tear it down.
+    """Start a federation on this machine, run an app on it, and shut it down.
 
-    A SuperLink and SuperNodes run as processes of their own and talk over loopback, with
-    certificates and node keys made on the spot for --tls. A run that was stopped goes on where it
-    was when the same --out is given again. Nothing is reported to anyone.
+    A SuperLink and SuperNodes run as separate processes and communicate over loopback, with
+    temporary certificates and node keys for --tls. To resume a stopped run, give the same
+    --out. Nothing is reported to anyone.
     """
     _check_installed()
     _check_given(folder, method)
@@ -107,7 +107,7 @@ def up(
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Have SIGTERM unwind as Ctrl-C does, so that no process is left behind."""
+    """Handle SIGTERM like Ctrl-C, so that no process is left behind."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -126,13 +126,14 @@ def _run(
     run: RunFolder,
     timeout: float,
 ) -> None:
-    """Run an app to its end, with one bar for its rounds."""
+    """Run an app, with one progress bar for its rounds."""
     from fedbasin.deploy.federation import FederationError
 
     deadline = time.monotonic() + timeout
     before = run.summary.stat().st_mtime_ns if run.summary.exists() else 0
     process = federation.run(folder, settings)
-    accuracy, told = TextColumn("{task.fields[accuracy]}"), time.monotonic()
+    accuracy = TextColumn("{task.fields[accuracy]}")
+    told = time.monotonic()
     with bar(console, TimeRemainingColumn(), accuracy) as progress:
         total = settings.get("rounds", _rounds(folder))
         task = progress.add_task("waiting for the nodes", total=total, accuracy="")
@@ -154,7 +155,7 @@ def _run(
 
 
 def _rounds(folder: Path) -> int | None:
-    """Return how many rounds an app's settings ask for; an app of another kind may not say."""
+    """Return the rounds of an app's settings; None if they do not say."""
     said: Any = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     for key in ("tool", "flwr", "app", "config", "rounds"):
         said = said.get(key) if isinstance(said, dict) else None
@@ -162,7 +163,7 @@ def _rounds(folder: Path) -> int | None:
 
 
 def _check_given(folder: Path | None, method: str | None) -> None:
-    """Refuse before any process is started what the app would stumble over in its own log."""
+    """Refuse bad settings before any process starts; the app would report them in its log only."""
     if folder is not None and not (folder / "pyproject.toml").is_file():
         told = f"{folder} is no Flower app, it has no pyproject.toml"
         raise ValueError(f"{told}; fedbasin flower new {folder} writes one")

@@ -87,31 +87,32 @@ def run(
         Path | None, typer.Option(help="Folder that holds OWNER/NAME/...; else FEDBASIN_DATA.")
     ] = None,
 ) -> None:
-    """Run cells of a table; finished ones are kept, stopped ones go on.
+    """Run cells of a table. Finished cells are kept, stopped ones are resumed.
 
-    Every cell and seed is a run folder in --out and one line in results.jsonl; what has its line is
-    not run again. Give the same command again after a crash or Ctrl-C. A cell that fails does not
-    stop the others. Cells that begin alike, as a method with and without late averaging do, share
-    their first rounds.
+    Every cell and seed has a run folder in --out and one line in results.jsonl; a cell that has its
+    line is not run again. Repeat the command after a crash or Ctrl-C. A cell that fails does not
+    stop the others. Cells whose first rounds are equal (a method with and without late averaging)
+    share these rounds.
     """
-    from fedbasin.experiment.build import pick_device
-    from fedbasin.papers import load_table, tasks_of
+    from fedbasin.experiment.executors import pick_device
+    from fedbasin.papers import cell_runs_of, load_table
     from fedbasin.papers.run import Grid as Runs
 
     table = load_table(name)
     picked = _picked(table, rows, columns)
     numbers = _read_seeds(seeds) if seeds else list(table.seeds)
-    tasks, reasons = tasks_of(table, *picked, numbers, share=rounds, device=device)
+    cell_runs, reasons = cell_runs_of(table, *picked, numbers, share=rounds, device=device)
     for why, cells in reasons.items():
         shown = ", ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
         console.print(Text(f"cannot run {shown}: {why}", style="yellow"), soft_wrap=True)
-    if not tasks:
+    if not cell_runs:
         raise ValueError(f"{name}: none of the cells asked for can be run here")
-    grid = Runs(tuple(tasks), out, results or out / "results.jsonl", data_dir)
+    grid = Runs(tuple(cell_runs), out, results or out / "results.jsonl", data_dir)
     grid.collect()
     left = [run.rounds for run in grid.unfinished().values()]
     console.print(
-        Text(f"{len(tasks)} results asked for, {len(left)} runs to do, in {out}"), soft_wrap=True
+        Text(f"{len(cell_runs)} results asked for, {len(left)} runs to do, in {out}"),
+        soft_wrap=True,
     )
     if jobs is None:
         on_cpu = pick_device(device).type == "cpu"
@@ -149,19 +150,20 @@ def config(
     fedavg --column 'cifar10 cnn dir0.1' >cell.toml; fedbasin run cell.toml --set
     local.weight_decay=0[/bold]
     """
-    from fedbasin.papers import load_table, tasks_of
+    from fedbasin.papers import cell_runs_of, load_table
     from fedbasin.papers.tables import select
 
     table = load_table(name)
-    picked = select(table.rows, row, "--row"), select(table.columns, column, "--column")
-    for option, axes in zip(("--row", "--column"), picked, strict=True):
+    rows = select(table.rows, row, "--row")
+    columns = select(table.columns, column, "--column")
+    for option, axes in (("--row", rows), ("--column", columns)):
         if len(axes) > 1:
             raise ValueError(f"{option} names {', '.join(axis.name for axis in axes)}: name one")
     seed = table.seeds[0] if seed is None else seed
-    tasks, reasons = tasks_of(table, *picked, [seed], share=rounds)
-    if not tasks:
+    cell_runs, reasons = cell_runs_of(table, rows, columns, [seed], share=rounds)
+    if not cell_runs:
         raise ValueError(f"{name}: that cell cannot be run: {', '.join(reasons)}")
-    typer.echo(tasks[0].experiment.to_toml())
+    typer.echo(cell_runs[0].experiment.to_toml())
 
 
 @app.command()
@@ -181,8 +183,8 @@ def show(
     """Show paper and ours side by side: difference, and gain over the baseline of both.
 
     A verdict is near (within 3 points), gain (the direction and at least half of the gain) or
-    missed; below stands why, where experiments have told. Runs of fewer rounds than the paper's,
-    or on a part of its data, are marked and get no verdict.
+    missed; reasons that experiments have shown are printed below. Runs of fewer rounds than the
+    paper's, or on a part of its data, are marked and get no verdict.
     """
     from fedbasin.papers.page import page, section, sheet
     from fedbasin.papers.results import shipped
@@ -272,7 +274,7 @@ def _print_beside(
 ) -> None:
     from fedbasin.papers import lines_of
     from fedbasin.papers.beside import HEADER
-    from fedbasin.papers.page import found
+    from fedbasin.papers.page import findings_of
 
     lines = lines_of(table, results, rows, columns)
     if only_ours:
@@ -284,7 +286,7 @@ def _print_beside(
         grid.add_row(*(Text(cell) for cell in line.cells))
     console.print(grid)
     missed = {(line.row, line.column) for line in lines if line.verdict.startswith("missed")}
-    for finding in found(table, missed):
+    for finding in findings_of(table, missed):
         console.print(Text(f"why ({finding.cells}): {finding.text}"), soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""``fedbasin partition``: see who would hold what before anything is trained."""
+"""``fedbasin partition``: show which client gets which rows, without training."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ def partition(
         "partition"
     ),
 ) -> None:
-    """Show how a dataset would be shared out: sizes, class counts and a picture.
+    """Show how a dataset would be divided among clients: sizes, class counts and a picture.
 
     Where targets have no classes, sizes and mean targets are shown.
 
     A run with the same data, partition, seed and imbalance (and no proxy set, rows held out or
     corrupted clients) uses this very split.
     """
-    from fedbasin.core.rng import root  # brings torch along, which help need not wait for
+    from fedbasin.core.rng import root  # imports torch, which would delay --help
 
     choice = parse(how, kind="partition")
     dataset = load(data, data_dir=data_dir)
     pool = Pool(dataset.train.labels, len(dataset.classes), dataset.train.groups)
-    rows, title = pool.rows, f"{data}, {choice}, {clients:,} clients, seed {seed}"
+    rows = pool.rows
+    title = f"{data}, {choice}, {clients:,} clients, seed {seed}"
     if imbalance != 1:
         if not pool.classes:
             raise ValueError(
@@ -90,7 +91,7 @@ def _listing(counts: Ints, class_names: tuple[str, ...], title: str, width: int)
     """List every client; where the classes do not fit, only those it holds most of."""
     room = (width - 20) // len(class_names) - 2
     if len(class_names) <= _MOST_COLUMNS and room >= len(str(counts.max())):
-        # Names give way so that counts are never cut; the CSV file has them in full.
+        # Shorten names, never counts; the CSV file has the full names.
         table = _table(title, ["client", "rows", *(name[:room] for name in class_names)])
         for client, row in enumerate(counts.tolist()):
             table.add_row(str(client), str(sum(row)), *(str(count or "·") for count in row))
@@ -152,8 +153,10 @@ def _table(title: str, columns: list[str]) -> Table:
 
 
 def _totals(shared: Partition, rows: int) -> str:
-    dealt, empty = len(shared.order), int((shared.sizes() == 0).sum())
-    held, pooled = len(np.unique(shared.order)), shared.rows
+    dealt = len(shared.order)
+    empty = int((shared.sizes() == 0).sum())
+    held = len(np.unique(shared.order))
+    pooled = shared.rows
     parts = [f"{held:,} of {rows:,} rows held"]
     parts += [f"{dealt - held:,} held again"] if held < dealt else []
     parts += [f"{rows - pooled:,} thinned out"] if pooled < rows else []

@@ -18,7 +18,7 @@ _PAPER = {10: (136, 88_556), 20: (216, 88_554), 50: (456, 88_631), 100: (856, 88
 
 
 class Cost(NamedTuple):
-    """What one gathering took."""
+    """The cost of one gathering of counts."""
 
     public: int  # bytes of a public key
     message: float  # mean bytes of a client's encrypted counts
@@ -62,9 +62,11 @@ def private_counts(
             f"{cost.add_ms:.1f}",
             f"{cost.decrypt_ms:.1f}",
         )
-    console, first = Console(), costs[0]
+    console = Console()
+    first = costs[0]
     console.print(table)
-    up, down = clients * first.message / 1e6, clients * first.public / 1e6
+    up = clients * first.message / 1e6
+    down = clients * first.public / 1e6
     console.print(
         f"{numbers[0]} classes in all: {up:.2f} MB of encrypted counts up, {down:.2f} MB of public "
         f"keys down ({first.public} bytes each), which take {first.keys_ms:.0f} ms to make and "
@@ -78,7 +80,7 @@ def private_counts(
 
 def measure(clients: int, classes: int, seed: int) -> Cost:
     """Run the protocol once on made-up counts and check its result."""
-    from fedbasin.core.rng import root  # brings torch along, which help need not wait for
+    from fedbasin.core.rng import root  # imports torch, which would delay --help
     from fedbasin.local import private_counts as he
 
     if classes < 1 or clients < 1:
@@ -90,8 +92,8 @@ def measure(clients: int, classes: int, seed: int) -> Cost:
     messages = [message for message, _ in sent]
     added, summed = _timed(partial(he.add_counts, keys.public, messages, classes))
     rows = int(counts.sum())
-    found, decrypted = _timed(partial(he.decrypt_counts, keys.secret, added, classes, rows))
-    if found != counts.sum(0).tolist():
+    total, decrypted = _timed(partial(he.decrypt_counts, keys.secret, added, classes, rows))
+    if total != counts.sum(0).tolist():
         raise RuntimeError("the decrypted sum differs from the plain one")
     size = sum(map(len, messages)) / clients
     encrypt = min(ms for _, ms in sent) - read  # encrypting reads the key, too
@@ -99,6 +101,6 @@ def measure(clients: int, classes: int, seed: int) -> Cost:
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    """Return what some work gives and the milliseconds it took."""
+    """Return the result of a function and the milliseconds it took."""
     began = perf_counter()
     return work(), 1000 * (perf_counter() - began)

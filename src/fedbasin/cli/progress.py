@@ -1,4 +1,4 @@
-"""A live display for runs: which one, how far, how good, how long still."""
+"""A live display of runs: progress, latest score and time left."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from fedbasin.core.record import RoundRecord, latest_score
 if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell, More, OnCell
 
-_QUIET_SECONDS = 60  # between two lines where there is no terminal to draw a bar on
+_QUIET_SECONDS = 60  # between two lines of output without a terminal
 
 
 def wide_console() -> Console:
-    """Return a console that cuts no table off where its output goes into a file or a pipe."""
+    """Return a console that is wide enough for tables if output goes to a file or a pipe."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
 
 
 def bar(console: Console, *beside: ProgressColumn) -> Progress:
-    """Return the display of all long work: what, a bar, how many of how many, how long."""
+    """Return the display of long work: description, bar, count, time, further columns."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(
         *columns,
@@ -49,7 +49,7 @@ def bar(console: Console, *beside: ProgressColumn) -> Progress:
         *beside,
         console=console,
         transient=True,
-        speed_estimate_period=3600,  # rounds may take minutes, and the time left is told from two
+        speed_estimate_period=3600,  # rounds may take minutes, and an estimate needs two
     )
 
 
@@ -65,12 +65,20 @@ def run_with_progress(
     rounds: int | None = None,
     again: str = "",
 ) -> list[dict[str, Any]]:
-    """Run or go on with the cells, showing one bar for all rounds; return their summaries.
+    """Run or resume the cells with one progress bar for all rounds; return their summaries.
 
-    The bar reads the records the runs write, so it works the same for processes of their own.
-    `log` names where else records go.
-    `on_cell` is told of each cell as it ends and `more` asked for further ones, as in `run_cells`;
-    `rounds` counts theirs too. Where there are several, `again` says how to go on with all of them.
+    The bar reads the records that the runs write, so it also works for runs in child processes.
+
+    Args:
+        layout: the cells.
+        console: where the bar is drawn.
+        data_dir: a local mirror of the datasets.
+        jobs: processes at once.
+        log: names of further sinks for records.
+        on_cell: called when a cell ends, as in `run_cells`.
+        more: returns cells that can start now, as in `run_cells`.
+        rounds: the rounds of all cells, including those that `more` will return.
+        again: how to resume several runs, for the message after Ctrl-C.
     """
     import torch
 
@@ -78,7 +86,7 @@ def run_with_progress(
     from fedbasin.sim import Interrupted
 
     if "OMP_NUM_THREADS" not in os.environ:
-        # Small steps gain nothing from more, and lose much where other work shares the cores.
+        # Small steps gain nothing from more threads, and lose much if other work shares the cores.
         torch.set_num_threads(1)
     total = rounds or sum(cell.experiment.rounds for cell in layout)
     accuracy = TextColumn("{task.fields[accuracy]}")
@@ -108,10 +116,10 @@ def run_with_progress(
 
 @contextmanager
 def _last_words(words: str, console: Console) -> Iterator[None]:
-    """Have SIGTERM say so before it ends this process; runs in processes of their own then save."""
+    """Print a message on SIGTERM before this process ends; child processes then save and exit."""
 
     def end(number: int, frame: object) -> None:
-        console.show_cursor()  # which the bar hides
+        console.show_cursor()  # the bar hides it
         Console(stderr=True).print(Text(words), soft_wrap=True)
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
@@ -126,20 +134,20 @@ def _last_words(words: str, console: Console) -> Iterator[None]:
 def _watch(
     layout: Sequence[Cell], progress: Progress, task: TaskID, finished: threading.Event
 ) -> None:
-    """Show how many rounds are recorded, and the latest one, until the runs are over."""
+    """Show the number of recorded rounds and the latest one, until the runs have ended."""
     places: dict[Path, int] = {}  # bytes read so far
     rounds: dict[Path, int] = {}
     told = time.monotonic()
     while not finished.wait(0.3):
         newest: tuple[Cell, RoundRecord] | None = None
-        for cell in tuple(layout):  # which may grow meanwhile
+        for cell in tuple(layout):  # a copy: it may grow during the loop
             place = places.get(cell.path, 0)
             lines, places[cell.path] = _new_lines(cell.path / "rounds.jsonl", place)
             if lines:
                 newest = cell, RoundRecord.read(lines[-1])
                 rounds[cell.path] = newest[1].round
         if newest is not None:
-            # Once for all cells: the rounds that were there before are then no sign of speed.
+            # One update for all cells, so that rounds recorded before do not count as speed.
             _show(*newest, sum(rounds.values()), progress, task)
         told = tell_a_log(progress, task, told)
 
@@ -154,7 +162,7 @@ def _show(cell: Cell, latest: RoundRecord, done: int, progress: Progress, task: 
 
 
 def tell_a_log(progress: Progress, task: TaskID, told: float) -> float:
-    """Say each minute in one line where rounds are, if no terminal shows it; return when last."""
+    """Without a terminal, print the progress once a minute; return the time of the last line."""
     if progress.console.is_terminal or time.monotonic() - told <= _QUIET_SECONDS:
         return told
     now = progress.tasks[task]
@@ -171,10 +179,10 @@ def tell_a_log(progress: Progress, task: TaskID, told: float) -> float:
 
 
 def _new_lines(path: Path, place: int) -> tuple[list[str], int]:
-    """Return the whole lines a run has added beyond a place in its file, and the new place."""
+    """Return the complete lines after a position in a run's file, and the new position."""
     size = path.stat().st_size if path.exists() else 0
     if size <= place:
-        return [], size  # a resumed run cuts its file back
+        return [], size  # a resumed run truncates its file
     with path.open("rb") as file:
         file.seek(place)
         whole, _, _ = file.read(size - place).rpartition(b"\n")

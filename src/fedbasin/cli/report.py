@@ -42,20 +42,20 @@ def report(
     from fedbasin.report.page import write_page
     from fedbasin.report.runs import find_runs, read_runs
 
-    found = read_runs(find_runs(runs))
-    known = sorted({run.method for run in found})
+    chosen = read_runs(find_runs(runs))
+    known = sorted({run.method for run in chosen})
     if baseline is not None and baseline not in known:
-        raise ValueError(f"--baseline: no run is of {baseline!r}; there is {', '.join(known)}")
-    for run in found:
+        raise ValueError(f"--baseline: no run is of {baseline!r}; available: {', '.join(known)}")
+    for run in chosen:
         told = list(run.problems)
         if not run.ended:
             told.append(f"{run.path}: {run.status} after round {len(run.records)}, counted so far")
         for line in told:
             Console(stderr=True).print(Text(line, style="yellow"), soft_wrap=True)
-    written = [write_page(found, out, target=target, baseline=baseline or "fedavg")]
+    written = [write_page(chosen, out, target=target, baseline=baseline or "fedavg")]
     stem = out.with_suffix("")
-    written += write_figures(found, stem, "png") if png else []
-    written += write_figures(found, stem, "svg") if svg else []
+    written += write_figures(chosen, stem, "png") if png else []
+    written += write_figures(chosen, stem, "svg") if svg else []
     lines = "\n".join(str(path) for path in written)
-    amount = "1 run" if len(found) == 1 else f"{len(found)} runs"
+    amount = "1 run" if len(chosen) == 1 else f"{len(chosen)} runs"
     Console().print(Text(f"{amount} in {lines}"), soft_wrap=True)

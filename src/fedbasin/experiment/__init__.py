@@ -1,11 +1,11 @@
-"""Puts the rooms together from one frozen configuration."""
+"""Builds and runs a federation from one frozen configuration."""
 
 import fedbasin.local as _local
 import fedbasin.methods as _methods
 import fedbasin.models as _models
 import fedbasin.partition as _partition
 import fedbasin.sim as _sim
-from fedbasin.experiment.build import build as build
+from fedbasin.experiment.assemble import build as build
 from fedbasin.experiment.config import ConfigError as ConfigError
 from fedbasin.experiment.config import DataConfig as DataConfig
 from fedbasin.experiment.config import Experiment as Experiment

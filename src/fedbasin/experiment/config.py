@@ -169,7 +169,7 @@ class SnapshotConfig:
     clients: bool = False
 
     def chosen(self, rounds: int) -> frozenset[int]:
-        """Return the rounds to keep of a run of so many."""
+        """Return the rounds to keep in a run of `rounds` rounds."""
         regular = range(self.every, rounds + 1, self.every) if self.every else ()
         return frozenset(self.rounds).union(regular)
 
@@ -267,58 +267,61 @@ def _check_proxy(data: DataConfig) -> None:
     without = not data.proxy_per_class and not data.proxy_rows
     if without and (data.proxy_imbalance < 1 or data.proxy_evened):
         raise ConfigError(
-            "data.proxy_imbalance and data.proxy_evened are of the server's rows: set "
+            "data.proxy_imbalance and data.proxy_evened are about the server's rows: set "
             "data.proxy_per_class"
         )
 
 
 def _check_ranges(experiment: Experiment) -> None:
-    e, low = (
-        experiment,
-        [
-            ("rounds", experiment.rounds, 1),
-            ("seed", experiment.seed, 0),
-            ("data.proxy_per_class", experiment.data.proxy_per_class, 0),
-            ("data.proxy_rows", experiment.data.proxy_rows, 0),
-            ("partition.clients", experiment.partition.clients, 1),
-            ("partition.seed", experiment.partition.seed, -1),
-            ("local.lr", experiment.local.lr, 0),
-            ("local.epochs", experiment.local.epochs, 1),
-            ("local.steps", experiment.local.steps, 0),
-            ("local.batch", experiment.local.batch, 1),
-            ("local.weight_decay", experiment.local.weight_decay, 0),
-            ("local.clip", experiment.local.clip, 0),
-            ("sim.workers", experiment.sim.workers, 0),
-            ("sim.chunk", experiment.sim.chunk, 0),
-            ("sim.memory", experiment.sim.memory, 0),
-            ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
-            ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
-            ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
-            ("sim.client_memory", experiment.sim.client_memory, 0),
-            ("snapshots.every", experiment.snapshots.every, 0),
-        ],
-    )
-    for name, value, least in low:
+    least_values = [
+        ("rounds", experiment.rounds, 1),
+        ("seed", experiment.seed, 0),
+        ("data.proxy_per_class", experiment.data.proxy_per_class, 0),
+        ("data.proxy_rows", experiment.data.proxy_rows, 0),
+        ("partition.clients", experiment.partition.clients, 1),
+        ("partition.seed", experiment.partition.seed, -1),
+        ("local.lr", experiment.local.lr, 0),
+        ("local.epochs", experiment.local.epochs, 1),
+        ("local.steps", experiment.local.steps, 0),
+        ("local.batch", experiment.local.batch, 1),
+        ("local.weight_decay", experiment.local.weight_decay, 0),
+        ("local.clip", experiment.local.clip, 0),
+        ("sim.workers", experiment.sim.workers, 0),
+        ("sim.chunk", experiment.sim.chunk, 0),
+        ("sim.memory", experiment.sim.memory, 0),
+        ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
+        ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
+        ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
+        ("sim.client_memory", experiment.sim.client_memory, 0),
+        ("snapshots.every", experiment.snapshots.every, 0),
+    ]
+    for name, value, least in least_values:
         if not value >= least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
     shares = [
-        ("partition.hold_out", e.partition.hold_out),
-        ("local.momentum", e.local.momentum),
-        ("sim.dropout", e.sim.dropout),
+        ("partition.hold_out", experiment.partition.hold_out),
+        ("local.momentum", experiment.local.momentum),
+        ("sim.dropout", experiment.sim.dropout),
     ]
     for name, share in shares:
         if not 0 <= share < 1:
             raise ConfigError(f"{name} must be in [0, 1), got {share}")
-    tails = [("imbalance", e.data.imbalance), ("proxy_imbalance", e.data.proxy_imbalance)]
-    for name, ratio in tails:
+    ratios = [
+        ("data.imbalance", experiment.data.imbalance),
+        ("data.proxy_imbalance", experiment.data.proxy_imbalance),
+    ]
+    for name, ratio in ratios:
         if not 0 < ratio <= 1:
-            raise ConfigError(f"data.{name} must be in (0, 1], got {ratio}")
-    _check_proxy(e.data)
-    if not 0 <= e.partition.corrupted <= 1:
-        raise ConfigError(f"partition.corrupted must be in [0, 1], got {e.partition.corrupted}")
-    for round in e.snapshots.rounds:
-        if not 1 <= round <= e.rounds:
-            raise ConfigError(f"snapshots.rounds must lie in 1 to {e.rounds} (rounds), got {round}")
+            raise ConfigError(f"{name} must be in (0, 1], got {ratio}")
+    _check_proxy(experiment.data)
+    corrupted = experiment.partition.corrupted
+    if not 0 <= corrupted <= 1:
+        raise ConfigError(f"partition.corrupted must be in [0, 1], got {corrupted}")
+    for round in experiment.snapshots.rounds:
+        if not 1 <= round <= experiment.rounds:
+            raise ConfigError(
+                f"snapshots.rounds must lie in 1 to {experiment.rounds} (rounds), got {round}"
+            )
 
 
 def _check_optimiser(experiment: Experiment) -> None:
@@ -416,14 +419,15 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_preset(name: str) -> dict[str, Any]:
     """Read one of the presets that ship with fedbasin."""
     folder = resources.files("fedbasin.experiment") / "presets"
-    found = {p.name.removesuffix(".toml"): p for p in folder.iterdir() if p.name.endswith(".toml")}
-    if name not in found:
-        raise ConfigError(f"no preset is called {name!r}; there is {', '.join(sorted(found))}")
-    return tomllib.loads(found[name].read_text(encoding="utf-8"))
+    files = [file for file in folder.iterdir() if file.name.endswith(".toml")]
+    presets = {file.name.removesuffix(".toml"): file for file in files}
+    if name not in presets:
+        raise ConfigError(f"no preset is called {name!r}; available: {', '.join(sorted(presets))}")
+    return tomllib.loads(presets[name].read_text(encoding="utf-8"))
 
 
 def override(settings: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
-    """Apply ``a.b=c`` assignments; c is read as TOML where it is, else as text."""
+    """Apply ``a.b=c`` assignments; c is read as TOML if it is valid TOML, else as text."""
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals or not key.strip():

@@ -1,4 +1,4 @@
-"""Runs side by side: a process each, begun anew where one is killed."""
+"""Runs in parallel, one process each. A run whose process is killed is started again."""
 
 from __future__ import annotations
 
@@ -9,64 +9,81 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbasin.experiment.apart import interrupts_held, join_pool
+from fedbasin.experiment.child_process import interrupts_blocked, prepare_worker
 from fedbasin.sim.run import Interrupted
 
 if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell, More
 Work = Callable[["Cell"], dict[str, Any]]
+Outcome = dict[str, Any] | Exception
 
 
-class _Seat:
-    """A process for one run after another; each has a pool to itself, so that it dies alone."""
+class _WorkerProcess:
+    """A process that does one run after another. It has its own pool, so it fails alone."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, spawn = folder, get_context("spawn")
-        self.pool = ProcessPoolExecutor(1, spawn, initializer=join_pool, initargs=(folder,))
+        self._folder = folder
+        spawn = get_context("spawn")
+        self.pool = ProcessPoolExecutor(1, spawn, initializer=prepare_worker, initargs=(folder,))
 
     def submit(self, work: Work, cell: Cell) -> Future[dict[str, Any]]:
-        with interrupts_held():  # a process that this begins keeps them so until it is ready
+        with interrupts_blocked():  # the new process unblocks them once it is ready
             try:
                 return self.pool.submit(work, cell)
             except BrokenProcessPool:
-                self.pool = _Seat(self._folder).pool
+                self.pool = _WorkerProcess(self._folder).pool
                 return self.pool.submit(work, cell)
 
 
 def outcomes(
     work: Work, layout: list[Cell], jobs: int, more: More, folder: Path
-) -> Iterator[tuple[Cell, dict[str, Any] | Exception]]:
-    """Yield each cell of a layout as it ends, with its summary or its error.
+) -> Iterator[tuple[Cell, Outcome]]:
+    """Yield each cell of a layout when it ends, with its summary or its error.
 
-    Several jobs are processes of their own; a cell whose process is killed is begun again, once.
+    With several jobs each runs in its own process. A cell whose process is killed is retried once.
     """
     if jobs == 1:
-        for cell in layout:  # which grows on the way
-            try:
-                outcome: dict[str, Any] | Exception = work(cell)
-            except Interrupted:
-                raise
-            except Exception as error:
-                outcome = error
-            yield cell, outcome
-            layout.extend(more())
-        return
-    free, begun, again = [_Seat(folder) for _ in range(jobs)], 0, set[Path]()
-    running: dict[Future[dict[str, Any]], tuple[Cell, _Seat]] = {}
+        yield from _one_by_one(work, layout, more)
+    else:
+        yield from _in_parallel(work, layout, jobs, more, folder)
+
+
+def _one_by_one(work: Work, layout: list[Cell], more: More) -> Iterator[tuple[Cell, Outcome]]:
+    for cell in layout:  # `more` makes it longer during the loop
+        try:
+            outcome: Outcome = work(cell)
+        except Interrupted:
+            raise
+        except Exception as error:
+            outcome = error
+        yield cell, outcome
+        layout.extend(more())
+
+
+def _in_parallel(
+    work: Work, layout: list[Cell], jobs: int, more: More, folder: Path
+) -> Iterator[tuple[Cell, Outcome]]:
+    free = [_WorkerProcess(folder) for _ in range(jobs)]
+    begun = 0
+    retried: set[Path] = set()
+    running: dict[Future[dict[str, Any]], tuple[Cell, _WorkerProcess]] = {}
     try:
         while begun < len(layout) or running:
-            # No more at once than processes: what a pool holds ready, it runs after Ctrl-C too.
+            # Never submit more cells than there are processes: a pool runs what it has queued
+            # even after Ctrl-C.
             while free and begun < len(layout):
-                cell, seat = layout[begun], free.pop()
-                running[seat.submit(work, cell)] = cell, seat
+                cell = layout[begun]
+                worker = free.pop()
+                running[worker.submit(work, cell)] = cell, worker
                 begun += 1
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                failed, (cell, seat) = future.exception(), running.pop(future)
-                if isinstance(failed, BrokenProcessPool) and cell.path not in again:
-                    again.add(cell.path)
-                    running[seat.submit(work, cell)] = cell, seat
+                failed = future.exception()
+                cell, worker = running.pop(future)
+                if isinstance(failed, BrokenProcessPool) and cell.path not in retried:
+                    retried.add(cell.path)
+                    running[worker.submit(work, cell)] = cell, worker
                     continue
-                free.append(seat)
+                free.append(worker)
                 if isinstance(failed, BrokenProcessPool):
                     failed = RuntimeError(
                         f"{cell.path}: its process was killed twice, as happens for want of "
@@ -77,5 +94,5 @@ def outcomes(
                 yield cell, failed or future.result()
             layout.extend(more())
     finally:
-        for seat in [*free, *(seat for _, seat in running.values())]:
-            seat.pool.shutdown(cancel_futures=True)
+        for worker in [*free, *(worker for _, worker in running.values())]:
+            worker.pool.shutdown(cancel_futures=True)

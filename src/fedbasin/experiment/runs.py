@@ -26,9 +26,11 @@ from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atom
 from fedbasin.core.sink import Log, Sink
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.data import Dataset
-from fedbasin.experiment.apart import at_a_run, said_once
-from fedbasin.experiment.build import build, check_needs, pick_device
+from fedbasin.experiment.assemble import build
+from fedbasin.experiment.checks import check_needs
+from fedbasin.experiment.child_process import run_in_progress, warn_once
 from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
+from fedbasin.experiment.executors import pick_device
 from fedbasin.experiment.pool import outcomes
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
@@ -36,19 +38,19 @@ from fedbasin.sim.run import Interrupted, start_from_prefix
 from fedbasin.sinks import Target, refuse_across_processes, sinks_of
 
 OnRound = Callable[[RoundRecord], None]
-# how a run is computed and kept: what may be edited in config.toml before it goes on
+# Settings that change no result: they may be edited in config.toml before a run is resumed.
 _FREE = ("device", "workers", "address", "chunk", "memory", "client_memory", "checkpoint_every")
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a run goes on from: the folder of another one, and how many of its rounds it takes."""
+    """The run that another one starts from, and how many of its rounds are reused."""
 
     prefix: Path
     round: int
 
     def facts(self) -> dict[str, Any]:
-        """Return what the summary says about it."""
+        """Return what the summary records about it."""
         known = RunFolder(self.prefix).read_summary()
         return {"run": self.prefix.name, "rounds": self.round, "commit": known.get("commit")}
 
@@ -74,7 +76,7 @@ def run(
         dataset: data in memory, in place of what `data.name` says; its name goes into the records.
             To resume the run, give the same data again.
         branch: another run to take the first rounds from.
-        branching: rounds after which a checkpoint is kept for other runs to go on from.
+        branching: rounds after which a checkpoint is kept for other runs to start from.
         on_round: called with each round's record.
         log: where else records and summary go: names (tensorboard, mlflow, wandb), `Sink` objects,
             or functions that are called with each round's record.
@@ -104,10 +106,10 @@ def run(
 def _refuse_begun(folder: RunFolder, branch: Branch | None) -> None:
     if folder.config.exists():
         raise RecordError(
-            f"{folder.path} holds a run already; go on with it (fedbasin resume {folder.path}) or "
+            f"{folder.path} holds a run already; resume it (fedbasin resume {folder.path}) or "
             "choose another folder"
         )
-    if folder.checkpoint.exists() and branch is None:  # which would begin with its own
+    if folder.checkpoint.exists() and branch is None:  # a branch writes this checkpoint itself
         raise RecordError(
             f"{folder.path} has a checkpoint without config.toml; choose another folder"
         )
@@ -123,16 +125,16 @@ def resume(
     log: Sequence[Target] = (),
     root: Path | None = None,
 ) -> dict[str, Any]:
-    """Go on with the run of a folder; a finished one returns its summary as it is.
+    """Resume the run of a folder and return its summary; a finished run is not changed.
 
     Args:
         out: the run's folder.
         data_dir: a local mirror of the datasets.
-        dataset: the data in memory that the run was begun on; other data is refused.
-        branching: rounds after which a checkpoint is kept for other runs to go on from.
+        dataset: the data in memory that the run was started with; other data is refused.
+        branching: rounds after which a checkpoint is kept for other runs to start from.
         on_round: called with each round's record.
         log: where else records go, as in `run`.
-        root: the folder of a comparison that the run is part of.
+        root: the folder of the comparison that the run belongs to, as in `run`.
     """
     sinks = sinks_of(log)
     folder = RunFolder(Path(out))
@@ -151,8 +153,8 @@ def resume(
 
 
 def _refuse_edited(folder: RunFolder, experiment: Experiment) -> None:
-    """Refuse settings under which the rest of a run would be of another kind than its beginning."""
-    if not folder.begun.exists():  # it was begun before they were kept
+    """Refuse edits that would change the results of a started run."""
+    if not folder.begun.exists():  # the run was started by an older version
         return
     begun = read_experiment(folder.begun)
     free = {name: getattr(experiment.sim, name) for name in _FREE}
@@ -199,7 +201,7 @@ def _log(
 def _federation(
     experiment: Experiment, folder: RunFolder, data_dir: Path | None, dataset: Dataset | None
 ) -> Federation:
-    """Build what runs in a folder: its archive and its snapshots lie there."""
+    """Build the federation of a run; its archive and snapshots lie in the run's folder."""
     federation = build(
         experiment,
         data_dir=data_dir,
@@ -213,20 +215,23 @@ def _federation(
 
 
 def _announce_snapshots(federation: Federation, folder: RunFolder) -> None:
-    """Say what snapshots will take up before the run, and refuse what cannot fit."""
+    """Log the disk space that snapshots take, and refuse the run if it does not fit."""
     if federation.snapshots is None or not federation.snapshots.rounds:
         return
     disk = next(path for path in folder.path.absolute().parents if path.exists())
-    size, free = federation.snapshot_bytes() / 1e6, shutil.disk_usage(disk).free / 1e6
+    size = federation.snapshot_bytes() / 1e6
+    free = shutil.disk_usage(disk).free / 1e6
     count = len(federation.snapshots.rounds)
     if size > free:
         raise ConfigError(
             f"snapshots: {count} rounds take up to {size:,.0f} MB, {disk} has {free:,.0f} "
             "MB left; keep fewer rounds or write snapshots.clients = false"
         )
-    told = count, f"{size:,.1f}", folder.snapshots
     logging.getLogger(__package__).warning(
-        "snapshots: models of %d rounds take up to %s MB in %s", *told
+        "snapshots: models of %d rounds take up to %s MB in %s",
+        count,
+        f"{size:,.1f}",
+        folder.snapshots,
     )
 
 
@@ -255,8 +260,8 @@ class Cell:
     Args:
         experiment: what to run.
         path: its folder.
-        branch: another run to take the first rounds from, if it is not begun yet.
-        branching: rounds after which a checkpoint is kept for other runs to go on from.
+        branch: another run to take the first rounds from, if the cell has not started.
+        branching: rounds after which a checkpoint is kept for other runs to start from.
         root: the folder of the comparison; by default `path`.
     """
 
@@ -275,22 +280,26 @@ def cells(base: Experiment, methods: Sequence[str], seeds: Sequence[int], out: P
     """Lay out a comparison: every method with every seed, a folder each."""
     if not methods or not seeds:
         raise ConfigError("a comparison needs at least one method and one seed")
-    found = [
-        replace(base, method=method, seed=seed).resolved() for seed in seeds for method in methods
-    ]
-    if twice := [e for i, e in enumerate(found) if e in found[:i]]:
-        raise ConfigError(f"a comparison lists {twice[0].method} with seed {twice[0].seed} twice")
-    for each in found:
-        check_needs(each)  # before the first of them is trained
-    return [Cell(e, out / slug(e.method) / f"seed{e.seed}", root=out) for e in found]
+    experiments: list[Experiment] = []
+    for seed in seeds:
+        for method in methods:
+            experiment = replace(base, method=method, seed=seed).resolved()
+            if experiment in experiments:
+                raise ConfigError(
+                    f"a comparison lists {experiment.method} with seed {experiment.seed} twice"
+                )
+            experiments.append(experiment)
+    for experiment in experiments:
+        check_needs(experiment)  # before any training starts
+    return [Cell(e, out / slug(e.method) / f"seed{e.seed}", root=out) for e in experiments]
 
 
 def run_cell(
     cell: Cell, data_dir: Path | None = None, log: Sequence[Target] = ()
 ) -> dict[str, Any]:
-    """Run a cell, or go on with it, or return the summary it has.
+    """Start or resume a cell, or return the summary of a finished one.
 
-    A run that diverges is a result of a comparison: its summary says so and the others go on.
+    A run that diverges is a result: its summary says so, and the comparison continues.
     """
     folder = RunFolder(cell.path)
     try:
@@ -320,7 +329,7 @@ def run_cell(
 
 
 def _unlike(there: Experiment, asked: Experiment) -> str:
-    """Say which settings differ, from line to line of their files."""
+    """List the settings that differ, by comparing the lines of the two files."""
     before, now = (each.to_toml().splitlines() for each in (there, asked))
     pairs = [f"{a} there, {b} asked for" for a, b in zip(before, now, strict=False) if a != b]
     return "; ".join(pairs)
@@ -335,25 +344,25 @@ def run_cells(
     on_cell: OnCell | None = None,
     more: More = list,
 ) -> list[dict[str, Any]]:
-    """Run what is not finished of a comparison and return all summaries.
+    """Run the unfinished cells of a comparison and return all summaries.
 
     Args:
         layout: the cells.
         data_dir: a local mirror of the datasets.
         jobs: processes at once, with one thread each; results do not depend on it.
         log: where else records and summaries go, as in `run`; with several jobs names only.
-        on_cell: called as a cell ends, with its summary or with what went wrong; the others then
-            go on. Without it the first error ends the comparison, and cells that another process
-            is running do so when the others are over.
-        more: called as a cell ends for the cells that could not begin before; they are added to
-            the layout.
+        on_cell: called when a cell ends, with its summary or its error; the other cells continue.
+            Without it the first error ends the comparison. Cells that another process is running
+            raise `Busy` after all others have ended.
+        more: called when a cell ends; returns cells that could not start before, which are added
+            to the layout.
     """
     sinks_of(log)  # a name may be unknown or a package missing
     refuse_across_processes(log, jobs)
     summaries: dict[Path, dict[str, Any]] = {}
     busy: list[str] = []
-    work = partial(run_cell if jobs == 1 else _run_apart, data_dir=data_dir, log=log)
-    with said_once() as folder:
+    work = partial(run_cell if jobs == 1 else _run_in_child, data_dir=data_dir, log=log)
+    with warn_once() as folder:
         for cell, outcome in outcomes(work, layout, jobs, more, folder):
             if on_cell is not None:
                 on_cell(cell, outcome)
@@ -368,10 +377,10 @@ def run_cells(
     return [summaries[cell.path] for cell in layout if cell.path in summaries]
 
 
-def _run_apart(cell: Cell, data_dir: Path | None, log: Sequence[Target]) -> dict[str, Any]:
-    """Run a cell in a process of its own; what goes wrong comes back as text."""
+def _run_in_child(cell: Cell, data_dir: Path | None, log: Sequence[Target]) -> dict[str, Any]:
+    """Run a cell in a child process; unexpected errors are returned as text."""
     try:
-        with at_a_run():
+        with run_in_progress():
             return run_cell(cell, data_dir, log)
     except (ValueError, OSError, Interrupted):
         raise
@@ -380,7 +389,7 @@ def _run_apart(cell: Cell, data_dir: Path | None, log: Sequence[Target]) -> dict
 
 
 def slug(expression: str) -> str:
-    """Turn an expression into a folder name that is safe and never shared by two expressions."""
+    """Turn an expression into a safe folder name; different expressions get different names."""
     plain = re.sub(r"[^a-z0-9._]+", "-", expression.lower()).strip("-.")[:60]
     if plain == expression:
         return plain
@@ -388,7 +397,7 @@ def slug(expression: str) -> str:
 
 
 def facts(experiment: Experiment) -> dict[str, Any]:
-    """Return what a summary says about how a run was made."""
+    """Return what a summary records about how a run was made."""
     device = pick_device(experiment.sim.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     versions = {
@@ -420,10 +429,9 @@ def _installed(package: str) -> bool:
 
 
 def commit_of(file: Path) -> str | None:
-    """Return the commit that a source file belongs to, if it does to any.
+    """Return the commit that a source file belongs to, or None outside a repository.
 
-    Where tracked files have been changed since, "-dirty" is added: the commit alone would claim too
-    much.
+    "-dirty" is appended if tracked files have uncommitted changes.
     """
     git = ["git", "-C", str(file.parent)]
     try:
@@ -431,11 +439,11 @@ def commit_of(file: Path) -> str | None:
             ["ls-files", "--error-unmatch", file.name],
             ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
         ):
-            found = subprocess.run(
+            answer = subprocess.run(
                 [*git, *command], capture_output=True, text=True, timeout=10, check=False
             )
-            if found.returncode:
+            if answer.returncode:
                 return None
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return answer.stdout.strip() or None

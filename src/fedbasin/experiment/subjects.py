@@ -1,4 +1,4 @@
-"""Run folders as analyses see them: records at once, data and models when they are needed."""
+"""Run folders for analyses: records are read at once, data and models when needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedbasin.analyze import AnalysisError, Data, Subject
 from fedbasin.core.record import RunFolder, headline_of, read_object
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.core.state import read
-from fedbasin.experiment.build import build
+from fedbasin.experiment.assemble import build
 from fedbasin.experiment.config import Experiment, from_mapping, read_config
 
 
@@ -24,7 +24,7 @@ def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None
     Args:
         path: the run's folder.
         data_dir: a local mirror of the datasets.
-        device: where models are measured; as the run was configured by default.
+        device: where models are measured; by default as the run was configured.
     """
     folder = RunFolder(path)
     if not folder.config.exists():

@@ -3,9 +3,9 @@
 from fedbasin.papers.beside import Compared as Compared
 from fedbasin.papers.beside import compare as compare
 from fedbasin.papers.beside import lines_of as lines_of
-from fedbasin.papers.grid import Task as Task
+from fedbasin.papers.grid import CellRun as CellRun
+from fedbasin.papers.grid import cell_runs_of as cell_runs_of
 from fedbasin.papers.grid import reason as reason
-from fedbasin.papers.grid import tasks_of as tasks_of
 from fedbasin.papers.results import Result as Result
 from fedbasin.papers.tables import PaperError as PaperError
 from fedbasin.papers.tables import Table as Table

@@ -1,4 +1,4 @@
-"""Ours beside theirs: every cell with the paper's number, ours, and the gains of both."""
+"""Our results beside the paper's: both numbers of each cell, and both gains."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HEADER = ("row", "column", "paper", "ours", "difference", "gain: paper", "gain: 
 
 @dataclass(frozen=True)
 class Ours:
-    """The results of a cell: of full-length runs if there is any, else of the longest."""
+    """The results of a cell: those of its longest runs."""
 
     results: tuple[Result, ...]
 
     @property
     def scores(self) -> dict[int, float]:
-        """The scores by seed, of those that have one; what diverged was scored before its end."""
+        """The scores by seed; diverged runs and runs without a score are left out."""
         kept = (r for r in self.results if r.status != "diverged")
         return {r.seed: r.score for r in kept if r.score is not None}
 
@@ -43,7 +43,7 @@ class Ours:
 
     @property
     def data_share(self) -> float:
-        """The part of the published rows that every run had."""
+        """The share of the published rows that every run had."""
         return min(result.data_share for result in self.results)
 
 
@@ -68,7 +68,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Compared:
-    """One cell in numbers: the paper's, ours, and what they come to.
+    """One cell in numbers: the paper's, ours, and the comparison.
 
     Args:
         table: the table.
@@ -78,7 +78,7 @@ class Compared:
         ours: our results, if there are any.
         gain_paper: the paper's gain over its baseline.
         gain_ours: our gain over ours.
-        verdict: how ours holds against the bar; ``"-"`` where there is nothing to hold it against.
+        verdict: near, gain or missed; ``"-"`` if nothing is printed to compare with.
     """
 
     table: Table
@@ -102,7 +102,7 @@ class Compared:
 
     @property
     def difference(self) -> float | None:
-        """Ours less theirs."""
+        """Ours minus theirs."""
         return _minus(self.ours.mean if self.ours else None, self.published.value)
 
     @property
@@ -166,10 +166,10 @@ def _gather(results: Iterable[Result]) -> dict[tuple[str, str], Ours]:
     for result in results:
         by_cell.setdefault((result.row, result.column), []).append(result)
     gathered = {}
-    for cell, found in by_cell.items():
-        longest = max(result.rounds for result in found)
+    for cell, of_cell in by_cell.items():
+        longest = max(result.rounds for result in of_cell)
         by_seed = {
-            r.seed: r for r in found if r.rounds == longest
+            r.seed: r for r in of_cell if r.rounds == longest
         }  # the last line of a seed counts
         gathered[cell] = Ours(tuple(by_seed[seed] for seed in sorted(by_seed)))
     return gathered
@@ -239,7 +239,8 @@ def _verdict(cell: Compared) -> str:
 
     Rounds have no points to be near by: what counts is how many are saved.
     """
-    ours, kind = cell.ours, cell.score.kind
+    ours = cell.ours
+    kind = cell.score.kind
     rounds = kind == "rounds_to_target"
     if ours is None or kind == "note" or (rounds and cell.gain_paper is None):
         return "-"
@@ -265,7 +266,7 @@ def _reproduced(paper: float | None, ours: float | None, better: int) -> bool:
 
 
 def why(table: Table, row: Axis, column: Axis) -> list[Finding]:
-    """Return the findings that speak of a cell."""
+    """Return the findings about a cell."""
 
     def covers(patterns: tuple[str, ...], axis: Axis) -> bool:
         return not patterns or any(fnmatchcase(axis.name, pattern) for pattern in patterns)

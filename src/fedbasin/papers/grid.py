@@ -1,4 +1,4 @@
-"""From a table to runs: the experiment of every cell and seed, or the reason why there is none."""
+"""From a table to runs: the experiment of each cell and seed, or why it cannot be run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _NO_MATTER = {
 
 
 @dataclass(frozen=True)
-class Task:
-    """One cell with one seed: what is run, and what its line is written under."""
+class CellRun:
+    """The run of one cell with one seed."""
 
     table: Table
     row: Axis
@@ -53,14 +53,20 @@ class Task:
 
     @property
     def key(self) -> tuple[str, str, str, int, int, str, str]:
-        """What its line is found by."""
-        cell = self.table.name, self.row.name, self.column.name
-        measure = self.table.score_of(self.row, self.column).text
-        return *cell, self.seed, self.experiment.rounds, self.config, measure
+        """What identifies its result line."""
+        return (
+            self.table.name,
+            self.row.name,
+            self.column.name,
+            self.seed,
+            self.experiment.rounds,
+            self.config,
+            self.table.score_of(self.row, self.column).text,
+        )
 
     @property
     def command(self) -> str:
-        """The command that runs this task alone."""
+        """The command that does this run alone."""
         parts = ["fedbasin", "paper", "run", self.table.name, "--rows", self.row.name]
         parts += ["--columns", self.column.name, "--seeds", str(self.seed)]
         if self.share < 1:
@@ -68,35 +74,36 @@ class Task:
         return shlex.join(parts)
 
     def folder(self, out: Path) -> Path:
-        """Return where it is run; cells with equal settings share a run, whatever their table."""
+        """Return its run folder. Cells with equal settings share one run, across tables too."""
         return out / self.config
 
 
 def fingerprint(experiment: Experiment) -> str:
     """Hash the settings that differ from the defaults, so that a new setting changes no hash."""
-    now, default = _flat(asdict(experiment.resolved())), _flat(asdict(Experiment()))
+    now = _flat(asdict(experiment.resolved()))
+    default = _flat(asdict(Experiment()))
     changed = {k: v for k, v in now.items() if v != default[k] and k not in _NO_MATTER}
     written = json.dumps(changed, sort_keys=True)
     return hashlib.blake2b(written.encode(), digest_size=8).hexdigest()
 
 
 def _flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{path}{key}.")
+            flat |= _flat(value, f"{path}{key}.")
         else:
-            found[f"{path}{key}"] = value
-    return found
+            flat[f"{path}{key}"] = value
+    return flat
 
 
 def method_of(table: Table, row: Axis, column: Axis) -> str:
-    """Return a cell's method, its values filled in."""
+    """Return a cell's method, with its values filled in."""
     values = {**table.values, **column.values, **row.values}
     template = row.method or column.method or table.setup.get("method", "fedavg")
 
-    def fill(found: re.Match[str]) -> str:
-        name = found[1]
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
         if name not in values:
             raise PaperError(
                 f"{table.name}.toml: method {template!r} of row {row.name!r}, column "
@@ -104,7 +111,7 @@ def method_of(table: Table, row: Axis, column: Axis) -> str:
             )
         return str(values[name])
 
-    for _ in range(4):  # values may hold values
+    for _ in range(4):  # values may contain other values
         filled = re.sub(r"\{(\w+)\}", fill, template)
         if filled == template:
             break
@@ -133,7 +140,7 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def reason(table: Table, row: Axis, column: Axis) -> str:
-    """Say why a cell cannot be run, or nothing."""
+    """Return why a cell cannot be run; empty if it can."""
     stated = table.cannot or row.cannot or column.cannot
     if stated:
         return stated
@@ -142,7 +149,7 @@ def reason(table: Table, row: Axis, column: Axis) -> str:
 
 @cache
 def _unreadable(method: str) -> str:
-    """Say why a method cannot be read: one that is not in the catalogue has no run."""
+    """Return why a method cannot be parsed; empty if it can."""
     try:
         parse(method, "method")
     except ExpressionError as error:
@@ -153,17 +160,17 @@ def _unreadable(method: str) -> str:
 def experiment_of(
     table: Table, row: Axis, column: Axis, *, seed: int, device: str = "auto"
 ) -> Experiment:
-    """Return a cell's experiment, at the paper's length."""
+    """Return a cell's experiment, with as many rounds as the paper's."""
     settings = settings_of(table, row, column)
     settings["seed"] = seed
     settings["sim"]["device"] = device
-    # A stopped run loses a tenth at most; long windows of models are slow to save.
+    # A stopped run loses a tenth of its rounds at most. Long windows of models are slow to save.
     rounds = settings.get("rounds", Experiment().rounds)
     settings["sim"].setdefault("checkpoint_every", max(10, int(rounds) // 10))
     return from_mapping(settings).resolved()
 
 
-def tasks_of(
+def cell_runs_of(
     table: Table,
     rows: Sequence[Axis],
     columns: Sequence[Axis],
@@ -171,14 +178,14 @@ def tasks_of(
     *,
     share: float = 1.0,
     device: str = "auto",
-) -> tuple[list[Task], dict[str, list[str]]]:
-    """Lay out a grid: what can be run, and for the rest the cells under each reason.
+) -> tuple[list[CellRun], dict[str, list[str]]]:
+    """Return the runs of a grid, and the cells that cannot be run, by reason.
 
-    All cells come with one seed before any comes with the next.
+    All cells of one seed come before those of the next.
     """
     if not 0 < share <= 1:
         raise PaperError(f"--rounds is {share}: write the share of the paper's rounds, in (0, 1]")
-    tasks: list[Task] = []
+    cell_runs: list[CellRun] = []
     reasons: dict[str, list[str]] = {}
     for seed in seeds:
         for column in columns:
@@ -187,9 +194,10 @@ def tasks_of(
                 if why:
                     cells = reasons.setdefault(why, [])
                     name = f"{row.name} | {column.name}"
-                    cells += [] if name in cells else [name]
+                    if name not in cells:
+                        cells.append(name)
                     continue
                 whole = experiment_of(table, row, column, seed=seed, device=device)
                 part = replace(whole, rounds=max(1, round(share * whole.rounds)))
-                tasks.append(Task(table, row, column, seed, share, part, whole.rounds))
-    return tasks, reasons
+                cell_runs.append(CellRun(table, row, column, seed, share, part, whole.rounds))
+    return cell_runs, reasons

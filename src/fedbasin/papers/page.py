@@ -114,7 +114,7 @@ def sheet(cells: Sequence[Compared], *, only_ours: bool) -> str:
 def section(
     table: Table, results: Iterable[Result], rows: Sequence[Axis], columns: Sequence[Axis]
 ) -> str:
-    """Return one table: what is to know about it, and some of its cells."""
+    """Return one table: its description, and some of its cells."""
     return "".join(_section(table, results, rows, columns))
 
 
@@ -140,14 +140,14 @@ def _section(
     for line in lines:
         yield f"| {' | '.join(line.cells)} |\n"
     cells = {(line.row, line.column) for line in lines}
-    for finding in found(table, cells):
+    for finding in findings_of(table, cells):
         yield f"\n- Found (`{finding.cells}`): {finding.text}\n"
     ran = sorted({each.device for each in mine if (each.row, each.column) in cells})
     yield f"\nRun on {', '.join(ran)}.\n"
 
 
-def found(table: Table, cells: set[tuple[str, str]]) -> list[Finding]:
-    """Return the findings that speak of these cells, each once."""
+def findings_of(table: Table, cells: set[tuple[str, str]]) -> list[Finding]:
+    """Return the findings about these cells, each once."""
     told = dict.fromkeys(
         finding
         for row in table.rows

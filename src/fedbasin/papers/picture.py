@@ -49,7 +49,8 @@ def draw_all(cells: Sequence[Compared], path: Path) -> Path:
     right.set(xscale="symlog", yscale="symlog")
     _against(right, judged, lambda c: (c.gain_paper, c.gain_ours))
     low, high = right.get_xlim()
-    up, down = np.geomspace(0.01, high, 200), -np.geomspace(0.01, -low, 200)
+    up = np.geomspace(0.01, high, 200)
+    down = -np.geomspace(0.01, -low, 200)
     right.fill_between(up, up / 2, high, color="black", alpha=0.1, linewidth=0)
     right.fill_between(down, 2 * down, down / 2, color="black", alpha=0.1, linewidth=0)
     ticks = [tick for tick in (-50, -10, -3, -1, 0, 1, 3, 10, 50) if low < tick < high]
@@ -65,13 +66,14 @@ def _against(axes: Axes, cells: Sequence[Compared], pair: Pair) -> None:
     reach = [0.0]
     for name, colour, mark in zip(paper_names(), COLOURS, _MARKS, strict=False):
         mine = [pair(cell) for cell in cells if cell.table.name.startswith(f"{name}/")]
-        found = [(x, y) for x, y in mine if x is not None and y is not None]
-        if found:
-            x, y = zip(*found, strict=True)
-            label = f"{name}, {len(found)} cells"
+        points = [(x, y) for x, y in mine if x is not None and y is not None]
+        if points:
+            x, y = zip(*points, strict=True)
+            label = f"{name}, {len(points)} cells"
             axes.plot(x, y, mark, color=colour, label=label, alpha=0.8, markersize=5)
             reach += [*x, *y]
-    low, high = 1.2 * min(reach) - 1, 1.1 * max(reach) + 1
+    low = 1.2 * min(reach) - 1
+    high = 1.1 * max(reach) + 1
     axes.plot([low, high], [low, high], color="black", linewidth=0.8)
     axes.set(xlim=(low, high), ylim=(low, high), xlabel="paper", ylabel="ours", aspect="equal")
     axes.grid(alpha=0.3)
@@ -115,7 +117,8 @@ def _panel(axes: Axes, cells: Sequence[Compared]) -> None:
     for place, cell in enumerate(cells):
         colour = _VERDICTS.get(cell.verdict.partition(",")[0], _NO_VERDICT)
         seeds = list(cell.ours.scores.values()) if cell.ours else []
-        mean, theirs = fmean(seeds), cell.published.value
+        mean = fmean(seeds)
+        theirs = cell.published.value
         if theirs is not None:
             axes.plot([theirs, mean], [place, place], color=colour, linewidth=1)
             axes.plot(theirs, place, "D", markerfacecolor="white", color=colour, markersize=6)

@@ -21,14 +21,14 @@ from fedbasin.core.expressions import fit, is_fit, type_name
 from fedbasin.core.lock import take
 from fedbasin.core.record import RoundRecord, RunFolder, rounds_to_target
 from fedbasin.data.sources import SOURCES
-from fedbasin.papers.grid import Task, experiment_of, fingerprint
+from fedbasin.papers.grid import CellRun, experiment_of, fingerprint
 from fedbasin.papers.tables import PaperError, Score, Table, paper_names
 from fedbasin.sim.provenance import begun_on
 
 
 @dataclass(frozen=True)
 class Result:
-    """One line: which cell, what came out, and what made it."""
+    """One line: the cell, its score, and the run that gave it."""
 
     table: str
     row: str
@@ -38,8 +38,8 @@ class Result:
     measure: str
     rounds: int
     full_rounds: int
-    shared_rounds: int  # the first of them, taken over from the run of a method that begins alike
-    data_share: float  # rows of the dataset that it had over those that were published
+    shared_rounds: int  # the first rounds, shared with another method's run
+    data_share: float  # the share of the published rows that it had
     status: str
     config: str
     command: str
@@ -56,27 +56,34 @@ class Result:
 
     @property
     def partial(self) -> bool:
-        """Whether the data at hand was but a part of what was published."""
+        """Whether the run had only a part of the published data."""
         return self.data_share < 0.99
 
     @property
     def key(self) -> tuple[str, str, str, int, int, str, str]:
-        """What a second line of the same run and score would share."""
-        cell = self.table, self.row, self.column
-        return *cell, self.seed, self.rounds, self.config, self.measure
+        """What identifies the line: a second one of the same run and score has the same key."""
+        return (
+            self.table,
+            self.row,
+            self.column,
+            self.seed,
+            self.rounds,
+            self.config,
+            self.measure,
+        )
 
 
 def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
     """Return a cell's number from the records of its run."""
-    found = list(records)
+    listed = list(records)
     if score.kind == "rounds_to_target":
-        return rounds_to_target(found, score.target / 100, score.last)
+        return rounds_to_target(listed, score.target / 100, score.last)
     if score.kind == "note":
         first, last = score.between
-        noted = [r.notes.get(score.note) for r in found if first <= r.round <= last]
+        noted = [r.notes.get(score.note) for r in listed if first <= r.round <= last]
         numbers = [n for n in noted if isinstance(n, int | float)]
         return fmean(numbers) if numbers else None
-    values = [_accuracy(score, record) for record in found[-score.last :]]
+    values = [_accuracy(score, record) for record in listed[-score.last :]]
     scored = [value for value in values if value is not None]
     return 100 * fmean(scored) if scored else None
 
@@ -87,7 +94,7 @@ def _accuracy(score: Score, record: RoundRecord) -> float | None:
     sent = record.metric("accuracy_send")
     if score.kind == "accuracy_send" and sent is not None:
         return sent
-    return record.metric("accuracy")  # of one model, where none is broadcast beside it
+    return record.metric("accuracy")  # without `accuracy_send` the scored model is broadcast
 
 
 def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> float:
@@ -105,26 +112,27 @@ def data_share(name: str, folder: RunFolder, data_dir: Path | None = None) -> fl
     return round(rows / published, 4)
 
 
-def result_of(task: Task, path: Path, data_dir: Path | None = None) -> Result:
-    """Return the line of a run that is over."""
+def result_of(cell_run: CellRun, path: Path, data_dir: Path | None = None) -> Result:
+    """Return the line of a run that has ended."""
     folder = RunFolder(path)
-    summary, records = folder.read_summary(), folder.read_rounds()
-    score = task.table.score_of(task.row, task.column)
+    summary = folder.read_summary()
+    records = folder.read_rounds()
+    score = cell_run.table.score_of(cell_run.row, cell_run.column)
     accuracies = {str(record.round): _accuracy(score, record) for record in records}
     return Result(
-        table=task.table.name,
-        row=task.row.name,
-        column=task.column.name,
-        seed=task.seed,
+        table=cell_run.table.name,
+        row=cell_run.row.name,
+        column=cell_run.column.name,
+        seed=cell_run.seed,
         score=_rounded(score_of(score, records)),
         measure=score.text,
-        rounds=task.experiment.rounds,
-        full_rounds=task.full_rounds,
+        rounds=cell_run.experiment.rounds,
+        full_rounds=cell_run.full_rounds,
         shared_rounds=folder.read_branch().get("rounds", 0),
-        data_share=data_share(task.experiment.data.name, folder, data_dir),
+        data_share=data_share(cell_run.experiment.data.name, folder, data_dir),
         status=str(summary.get("status")),
-        config=task.config,
-        command=task.command,
+        config=cell_run.config,
+        command=cell_run.command,
         commit=summary.get("commit"),
         device=str(summary.get("device")),
         versions={**summary.get("versions", {}), "python": str(summary.get("python"))},
@@ -157,7 +165,7 @@ def append(path: Path, result: Result) -> None:
 
 
 def read(path: Path) -> list[Result]:
-    """Read a file of lines; the last one may have been cut short by a crash."""
+    """Read a file of lines; a crash may have truncated the last one."""
     return parse(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -180,7 +188,7 @@ def parse(text: str, where: str) -> list[Result]:
 
 def _result(raw: Any, where: str) -> Result:
     hints = get_type_hints(Result)
-    # lines written before accuracies were kept have none
+    # lines of older versions have no accuracies
     if not isinstance(raw, dict) or {*raw, "accuracies"} != {f.name for f in fields(Result)}:
         raise PaperError(f"{where}: the fields must be {', '.join(hints)}")
     for name, value in raw.items():
@@ -193,23 +201,24 @@ def _result(raw: Any, where: str) -> Result:
 def shipped() -> tuple[Result, ...]:
     """Return the results that ship with fedbasin."""
     folder = resources.files("fedbasin.papers") / "results"
-    found: list[Result] = []
+    results: list[Result] = []
     for name in paper_names():
         file = folder / f"{name}.jsonl"
         if file.is_file():
-            found += parse(file.read_text(encoding="utf-8"), f"papers/results/{name}.jsonl")
-    return tuple(found)
+            results += parse(file.read_text(encoding="utf-8"), f"papers/results/{name}.jsonl")
+    return tuple(results)
 
 
 def fresh(table: Table, results: Iterable[Result]) -> list[Result]:
-    """Return a table's results whose settings and score are those that the table has now."""
+    """Return the results that were made with the table's current settings and score."""
     rows = {row.name: row for row in table.rows}
     columns = {column.name: column for column in table.columns}
     kept = []
     for result in results:
         if result.table != table.name or result.row not in rows or result.column not in columns:
             continue
-        row, column = rows[result.row], columns[result.column]
+        row = rows[result.row]
+        column = columns[result.column]
         if result.measure != table.score_of(row, column).text:
             continue
         whole = experiment_of(table, row, column, seed=result.seed)

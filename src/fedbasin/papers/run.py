@@ -1,7 +1,7 @@
-"""Runs of a grid: what is over is kept, what was stopped goes on, equal cells share one run.
+"""Runs of a grid: finished runs are kept, stopped ones resumed, equal cells share one run.
 
-Cells that begin alike share their first rounds: a method with averaging that starts late is run
-from there on, beginning with the rounds of the method without (`shared_prefix`).
+Cells whose first rounds are equal share these rounds: a method whose averaging starts late starts
+from the checkpoint of the method without averaging (`shared_prefix`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fedbasin.core.record import RunFolder
 from fedbasin.experiment import Experiment, from_mapping
 from fedbasin.experiment.config import read_config
 from fedbasin.experiment.runs import Branch, Cell
-from fedbasin.papers.grid import Task, fingerprint
+from fedbasin.papers.grid import CellRun, fingerprint
 from fedbasin.papers.results import Result, append, read, result_of
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The tasks of a command by the folder that each is run in.
+    """The runs that a command asks for, by folder.
 
     Args:
-        tasks: what is asked for.
+        cell_runs: the runs asked for.
         out: where run folders lie.
         results: the file that lines are added to.
         data_dir: a local mirror of the datasets.
     """
 
-    tasks: tuple[Task, ...]
+    cell_runs: tuple[CellRun, ...]
     out: Path
     results: Path
     data_dir: Path | None = None
@@ -44,26 +44,28 @@ class Grid:
     failed: set[Path] = field(default_factory=set)
 
     def collect(self) -> None:
-        """Write the lines of runs that are over already."""
+        """Write the lines of runs that have already ended."""
         written = {line.key for line in self._written()}
-        for path, tasks in self._by_path.items():
-            left = [task for task in tasks if task.key not in written]
-            for task in left if left and over(path) else ():
-                append(self.results, result_of(task, path, self.data_dir))
+        for path, cell_runs in self._by_path.items():
+            left = [cell_run for cell_run in cell_runs if cell_run.key not in written]
+            if not left or not over(path):
+                continue
+            for cell_run in left:
+                append(self.results, result_of(cell_run, path, self.data_dir))
 
     def unfinished(self) -> dict[Path, Experiment]:
-        """Return the runs that are not over and have a line to write, each once."""
+        """Return the runs that have not ended and whose line is missing, each once."""
         written = {line.key for line in self._written()}
         left: dict[Path, Experiment] = {}
-        for path, tasks in self._by_path.items():
-            if any(task.key not in written for task in tasks) and not over(path):
-                left[path] = _as_begun(tasks[0], path)
+        for path, cell_runs in self._by_path.items():
+            if any(cell_run.key not in written for cell_run in cell_runs) and not over(path):
+                left[path] = _as_begun(cell_runs[0], path)
         return left
 
     def waiting(self) -> list[Cell]:
-        """Return the runs that can begin now and have not been returned before.
+        """Return the runs that can start now and have not been returned before.
 
-        A run that goes on from another one of the grid waits until that one is over, or failed.
+        A run that starts from another one of the grid waits until that one has ended or failed.
         """
         ahead = {path: run for path, run in self.unfinished().items() if path not in self.failed}
         left = {path: run for path, run in ahead.items() if path not in self.begun}
@@ -83,29 +85,29 @@ class Grid:
         return cells
 
     def ended(self, cell: Cell, outcome: object) -> None:
-        """Write the lines of a run that has just ended, or remember why it failed."""
+        """Write the lines of a run that has ended, or record why it failed."""
         if isinstance(outcome, Exception):
             self.failed.add(cell.path)
         if isinstance(outcome, Busy):
-            logging.getLogger(__package__).warning("left to the process that is at it: %s", outcome)
+            logging.getLogger(__package__).warning("skipped: %s", outcome)
             return
-        for task in self._by_path.get(cell.path, ()):
+        for cell_run in self._by_path.get(cell.path, ()):
             if isinstance(outcome, Exception):
-                self.failures[task.command] = f"{type(outcome).__name__}: {outcome}"
+                self.failures[cell_run.command] = f"{type(outcome).__name__}: {outcome}"
             else:
-                append(self.results, result_of(task, cell.path, self.data_dir))
+                append(self.results, result_of(cell_run, cell.path, self.data_dir))
 
     def lines(self) -> list[Result]:
-        """Return the lines that belong to the tasks."""
-        asked = {task.key for task in self.tasks}
+        """Return the lines of the runs asked for."""
+        asked = {cell_run.key for cell_run in self.cell_runs}
         return [line for line in self._written() if line.key in asked]
 
     @cached_property
-    def _by_path(self) -> dict[Path, list[Task]]:
-        found: dict[Path, list[Task]] = defaultdict(list)
-        for task in self.tasks:
-            found[task.folder(self.out)].append(task)
-        return found
+    def _by_path(self) -> dict[Path, list[CellRun]]:
+        by_path: dict[Path, list[CellRun]] = defaultdict(list)
+        for cell_run in self.cell_runs:
+            by_path[cell_run.folder(self.out)].append(cell_run)
+        return by_path
 
     def _written(self) -> list[Result]:
         return read(self.results) if self.results.exists() else []
@@ -119,13 +121,13 @@ def over(path: Path) -> bool:
     return folder.summary.exists() and folder.read_summary().get("status") == "diverged"
 
 
-def _as_begun(task: Task, path: Path) -> Experiment:
-    """Return what a task runs; one that was begun goes on as it was begun."""
+def _as_begun(cell_run: CellRun, path: Path) -> Experiment:
+    """Return the experiment of a run; a run that has started keeps its settings."""
     begun = RunFolder(path).config
-    return from_mapping(read_config(begun)) if begun.exists() else task.experiment
+    return from_mapping(read_config(begun)) if begun.exists() else cell_run.experiment
 
 
-@cache  # asked for whenever a cell ends, of all that are left
+@cache  # called for all remaining cells whenever one ends
 def _branch(experiment: Experiment, out: Path) -> Branch | None:
     """Return the run whose first rounds an experiment shares, and how many of them."""
     method: Method = parse(experiment.method, "method")

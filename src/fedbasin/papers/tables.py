@@ -97,7 +97,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Finding:
-    """Why ours is not theirs, as found by experiment. No rows or columns means all of them."""
+    """Why our number differs, shown by experiment. No rows or columns means all of them."""
 
     text: str
     rows: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Finding:
 
     @property
     def cells(self) -> str:
-        """The rows and columns it speaks of, as they are written."""
+        """The rows and columns it is about, as they are written."""
         axes = (self.rows, self.columns)
         return "; ".join(", ".join(names) for names in axes if names) or "all"
 
@@ -211,15 +211,15 @@ def paper_names() -> list[str]:
 @cache
 def table_names() -> tuple[str, ...]:
     """Return the names of all tables and figures, paper by paper, tables first."""
-    found = []
+    tables: list[str] = []
     for paper in paper_names():
         files = [file.name for file in _folder(paper).iterdir() if file.name.endswith(".toml")]
         names = [name.removesuffix(".toml") for name in files if name != "paper.toml"]
         order = sorted(
             names, key=lambda n: (n.startswith("fig"), int(re.sub(r"\D", "", n) or 0), n)
         )
-        found += [f"{paper}/{name}" for name in order]
-    return tuple(found)
+        tables += [f"{paper}/{name}" for name in order]
+    return tuple(tables)
 
 
 def _folder(paper: str) -> Any:
@@ -228,7 +228,7 @@ def _folder(paper: str) -> Any:
 
 @cache
 def load_paper(name: str) -> Paper:
-    """Read what is said of a paper."""
+    """Read the description of a paper."""
     where = f"{name}/paper.toml"
     text = (_folder(name) / "paper.toml").read_text(encoding="utf-8")
     return _build(Paper, {**_toml(text, where), "name": name}, where)
@@ -240,7 +240,7 @@ def load_table(name: str) -> Table:
     if name not in table_names():
         close = difflib.get_close_matches(name, table_names(), n=3, cutoff=0.4)
         raise PaperError(
-            f"no table is called {name!r}; there is {', '.join(close or table_names())}"
+            f"no table is called {name!r}; available: {', '.join(close or table_names())}"
         )
     paper, _, item = name.partition("/")
     return read_table((_folder(paper) / f"{item}.toml").read_text(encoding="utf-8"), name)
@@ -312,17 +312,8 @@ def _build(cls: type[_T], raw: Any, where: str) -> _T:
 
 
 def _check(table: Table, where: str) -> None:
-    for kind, axes in (("rows", table.rows), ("columns", table.columns)):
-        names = [axis.name for axis in axes]
-        if not names:
-            raise PaperError(f"{where}: {kind} is empty")
-        for axis in axes:
-            if not axis.name or re.search(r"[,*?\[\]|]", axis.name) or names.count(axis.name) > 1:
-                raise PaperError(
-                    f"{where}: {kind} name {axis.name!r} must be given once, without , * ? [ ] |"
-                )
-            if axis.over and (axis.over not in names or axis.over == axis.name):
-                raise PaperError(f"{where}: {kind}.over is {axis.over!r}, not another of {names}")
+    _check_axes("rows", table.rows, where)
+    _check_axes("columns", table.columns, where)
     if not table.seeds:
         raise PaperError(f"{where}: seeds is empty")
     for row in table.rows:
@@ -338,13 +329,26 @@ def _check(table: Table, where: str) -> None:
                 select(axes, pattern, where)
 
 
+def _check_axes(kind: str, axes: tuple[Axis, ...], where: str) -> None:
+    names = [axis.name for axis in axes]
+    if not names:
+        raise PaperError(f"{where}: {kind} is empty")
+    for axis in axes:
+        if not axis.name or re.search(r"[,*?\[\]|]", axis.name) or names.count(axis.name) > 1:
+            raise PaperError(
+                f"{where}: {kind} name {axis.name!r} must be given once, without , * ? [ ] |"
+            )
+        if axis.over and (axis.over not in names or axis.over == axis.name):
+            raise PaperError(f"{where}: {kind}.over is {axis.over!r}, not another of {names}")
+
+
 def _check_numbers(table: Table, where: str) -> None:
     names = [row.name for row in table.rows]
     for kind, cells in (("published", table.published), ("spread", table.spread)):
         for row, numbers in cells.items():
             here = f"{where}: {kind}.{row!r}"
             if row not in names:
-                raise PaperError(f"{here} is not a row; there is {', '.join(names)}")
+                raise PaperError(f"{here} is not a row; available: {', '.join(names)}")
             if not isinstance(numbers, list) or len(numbers) != len(table.columns):
                 raise PaperError(
                     f"{here} is {numbers!r}, it must hold {len(table.columns)} cells, one a column"
@@ -357,13 +361,15 @@ def _check_numbers(table: Table, where: str) -> None:
 
 
 def select(axes: tuple[Axis, ...], patterns: str, what: str) -> list[Axis]:
-    """Return the rows or columns that a comma-separated list of names or patterns means."""
+    """Return the rows or columns that match a comma-separated list of names or patterns."""
     chosen: list[Axis] = []
     for pattern in (part.strip() for part in patterns.split(",")):
-        found = [axis for axis in axes if fnmatchcase(axis.name, pattern)]
-        if not found:
+        matching = [axis for axis in axes if fnmatchcase(axis.name, pattern)]
+        if not matching:
             names = [axis.name for axis in axes]
             close = difflib.get_close_matches(pattern, names, n=4, cutoff=0.4) or names
-            raise PaperError(f"{what}: nothing is called {pattern!r}; there is {', '.join(close)}")
-        chosen += [axis for axis in found if axis not in chosen]
+            raise PaperError(
+                f"{what}: nothing is called {pattern!r}; available: {', '.join(close)}"
+            )
+        chosen += [axis for axis in matching if axis not in chosen]
     return [axis for axis in axes if axis in chosen]

@@ -56,7 +56,8 @@ def chart_data(
         looks: label, colour and dash of each method.
         analyses: what was found about the runs.
     """
-    measures, groups = measures_of(runs), by_label(runs)
+    measures = measures_of(runs)
+    groups = by_label(runs)
     return {
         "methods": [
             {

@@ -89,10 +89,11 @@ def _band(
     scored = []
     for run in runs:
         places = accumulate(map(step, run.records))
-        found = zip(run.records, places, strict=True)
-        scored.append({r.round: (x, v) for r, x in found if (v := r.metric(measure)) is not None})
-    rounds = sorted(set.intersection(*(set(found) for found in scored)))
-    table = np.array([[found[r] for r in rounds] for found in scored], dtype=float)
+        placed = zip(run.records, places, strict=True)
+        scored.append({r.round: (x, v) for r, x in placed if (v := r.metric(measure)) is not None})
+    rounds = sorted(set.intersection(*(set(points) for points in scored)))
+    table = np.array([[points[r] for r in rounds] for points in scored], dtype=float)
     table = table.reshape(len(runs), len(rounds), 2)
-    x, values = table[..., 0].mean(0), table[..., 1]
+    x = table[..., 0].mean(0)
+    values = table[..., 1]
     return x, values.min(0), values.mean(0), values.max(0)

@@ -21,7 +21,8 @@ def write_figures(runs: Sequence[Run], stem: Path, ending: Literal["png", "svg"]
     """
     import matplotlib
 
-    title, written = title_of(runs), []
+    title = title_of(runs)
+    written = []
 
     def named(what: str) -> Path:
         written.append(stem.with_name(f"{stem.name}-{what}.{ending}"))

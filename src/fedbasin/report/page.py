@@ -87,7 +87,8 @@ def render(runs: Sequence[Run], *, target: float | None, baseline: str) -> str:
         "cell": _cell,
         "number": _cell,
     }
-    pairs, differing = _pairs(runs, baseline), telling_settings(runs)
+    pairs = _pairs(runs, baseline)
+    differing = telling_settings(runs)
     return environment.get_template("page.html").render(
         title=title_of(runs),
         facts=shared_facts(runs),

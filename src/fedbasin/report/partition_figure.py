@@ -50,7 +50,8 @@ def partition_figure(
         panels.append((shown / sizes, "share of the client's rows"))
     ratios = [3, 2][: len(panels)]
     drawn = figure.subplots(len(panels), 1, sharex=True, height_ratios=ratios, squeeze=False)
-    rows_axes, share_axes = drawn[0, 0], drawn[-1, 0]
+    rows_axes = drawn[0, 0]
+    share_axes = drawn[-1, 0]
     colours = _colours(counts.shape[1])
     for axes, (table, label) in zip(drawn[:, 0], panels, strict=True):
         _stack(axes, table, colours)
@@ -100,11 +101,13 @@ def _stack(axes: Axes, table: NDArray[Any], colours: Sequence[Any]) -> None:
     from matplotlib.collections import PolyCollection
 
     half = 0.4 if len(table) <= _ID_ORDER else 0.5
-    left, right = np.arange(len(table)) - half, np.arange(len(table)) + half
+    left = np.arange(len(table)) - half
+    right = np.arange(len(table)) + half
     tops = np.cumsum(table, axis=1, dtype=np.float64)
     bottoms = tops - table
     for label, colour in enumerate(colours):
-        low, high = bottoms[:, label], tops[:, label]
+        low = bottoms[:, label]
+        high = tops[:, label]
         corners = [(left, low), (left, high), (right, high), (right, low)]
         boxes = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
         held = list(boxes[table[:, label] > 0])

@@ -148,12 +148,15 @@ def _label(run: Run, telling: Sequence[str]) -> str:
 
 def _read(path: Path) -> Run:
     folder = RunFolder(path)
-    summary, problems = folder.read_summary(), []
-    seed, seconds = summary.get("seed", 0), summary.get("seconds", 0.0)
+    summary = folder.read_summary()
+    problems = []
+    seed = summary.get("seed", 0)
+    seconds = summary.get("seconds", 0.0)
     if not isinstance(seed, int) or not isinstance(seconds, int | float):
         raise RecordError(f"{folder.summary}: seed and seconds must be numbers")
     settings: dict[str, Any] = {}
-    holdings, analyses = None, []
+    holdings = None
+    analyses = []
     try:
         if folder.config.exists():
             settings = flatten(tomllib.loads(folder.config.read_text(encoding="utf-8")))
@@ -168,7 +171,8 @@ def _read(path: Path) -> Run:
             analyses.append(Analysis.from_json(file.read_text(encoding="utf-8")))
         except (FigureDataError, UnicodeDecodeError) as error:
             problems.append(f"{file}: {error}")
-    records, counted = tuple(folder.read_rounds()), summary.get("rounds")
+    records = tuple(folder.read_rounds())
+    counted = summary.get("rounds")
     if [record.round for record in records] != list(range(1, len(records) + 1)):
         problems.append(f"{folder.rounds} does not hold rounds 1 to {len(records)} in order")
     if counted not in (None, len(records)):

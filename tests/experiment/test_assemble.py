@@ -15,7 +15,7 @@ from fedbasin.core.rng import root
 from fedbasin.core.task import Classification
 from fedbasin.data import load
 from fedbasin.experiment import Experiment, build
-from fedbasin.experiment.build import _recalibration, compiling_pays, cut_rows
+from fedbasin.experiment.assemble import _recalibration
 from fedbasin.experiment.config import (
     ConfigError,
     DataConfig,
@@ -23,6 +23,8 @@ from fedbasin.experiment.config import (
     PartitionConfig,
     SimConfig,
 )
+from fedbasin.experiment.executors import compiling_pays
+from fedbasin.experiment.rows import cut_rows
 from fedbasin.local import SGD
 from fedbasin.sim import Population
 

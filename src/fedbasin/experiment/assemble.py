@@ -1,0 +1,224 @@
+"""Build a federation that is ready to run from a configuration."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedbasin import data
+from fedbasin.core.archive import Archive
+from fedbasin.core.catalogue import needs_of
+from fedbasin.core.evaluator import Evaluator
+from fedbasin.core.expressions import Choice, parse
+from fedbasin.core.holdings import Holdings
+from fedbasin.core.method import Context, Method
+from fedbasin.core.net import Net
+from fedbasin.core.permutations import Group
+from fedbasin.core.rng import Key, root, torch_draws_from
+from fedbasin.core.task import Targets, Task
+from fedbasin.experiment.checks import check_needs, log_cautions
+from fedbasin.experiment.config import ConfigError, Experiment
+from fedbasin.experiment.executors import pick_device, pick_executor, pick_precision
+from fedbasin.experiment.rows import cut_rows, transform_of
+from fedbasin.experiment.training import optimiser_of, schedule_of
+from fedbasin.local import Trainer
+from fedbasin.models.atoms import SymmetryError
+from fedbasin.sim import Federation, Population
+from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.population import as_tensor
+from fedbasin.sim.provenance import identity
+
+
+def build(
+    experiment: Experiment,
+    *,
+    data_dir: Path | None = None,
+    dataset: data.Dataset | None = None,
+    archive: Archive | None = None,
+    client_archive: Archive | None = None,
+) -> Federation:
+    """Build everything a run needs; errors name the setting at fault.
+
+    Args:
+        experiment: the settings.
+        data_dir: a local mirror of the datasets.
+        dataset: data in memory, in place of what `data.name` says.
+        archive: files for models that the method keeps.
+        client_archive: files for the clients' states, if these do not fit in memory.
+    """
+    experiment = experiment.resolved()
+    check_needs(experiment)
+    device = pick_device(experiment.sim.device)
+    dtype = pick_precision(experiment.sim.precision, device)
+    key = root(experiment.seed)
+    if dataset is None:
+        dataset = data.load(experiment.data.name, data_dir=data_dir)
+    task: Task = parse(experiment.task, "task")
+    outputs = _outputs(task, dataset)
+    rows = cut_rows(experiment, dataset)
+    method: Method = parse(experiment.method, "method")
+    shape = tuple(rows.splits.train.inputs.shape[1:])
+    with torch_draws_from(key.fold("model")):
+        module = parse(experiment.model, "model")(shape, outputs)
+    net = Net(module, device, dtype, mixed=experiment.sim.precision == "bf16")
+    transform = transform_of(dataset, experiment.data, dtype)
+
+    def evaluator_of(part: data.Rows) -> Evaluator:
+        inputs, labels = _on_device(part, device)
+        return Evaluator(net, inputs, labels, transform, task, experiment.sim.metrics)
+
+    train = rows.splits.train
+    population = Population.of(train.inputs, train.labels, rows.parts.clients, device)
+    net.check_draws(transform(population.inputs[:3], None))
+    proxy = evaluator_of(rows.splits.proxy) if rows.splits.proxy is not None else None
+    test = evaluator_of(rows.splits.test)
+    trained_on = None
+    if experiment.sim.evaluate_train:
+        trained_on = replace(test, inputs=population.inputs, labels=population.labels)
+    context = replace(
+        _context(experiment, net, population, key),
+        proxy=proxy,
+        class_counts=_class_counts(method, population, rows.classes),
+        archive=archive,
+        permutations=_permutations(method, module, transform(population.inputs[:2]), device),
+    )
+    trainer = Trainer(
+        net=net,
+        rules=method.rules(),
+        optimiser=optimiser_of(experiment.local),
+        batch=experiment.local.batch,
+        transform=transform,
+        classes=rows.classes,
+        clip=experiment.local.clip or None,
+        task=task,
+        keep_optimiser=experiment.local.keep_optimiser,
+    )
+    log_cautions(method, experiment, net, population)
+    counts = population.class_counts(rows.classes).cpu().numpy()
+    participation: Choice = parse(experiment.sim.participation, "participation")
+    eligible = np.flatnonzero(population.sizes > 0)
+    draw_cohort(participation, eligible, key, 0)  # an error here comes before the run
+    return Federation(
+        method=method,
+        net=net,
+        trainer=trainer,
+        population=population,
+        evaluator=test,
+        context=context,
+        schedule=schedule_of(experiment),
+        participation=participation,
+        eligible=eligible,
+        key=key,
+        rounds=experiment.rounds,
+        dropout=experiment.sim.dropout,
+        buffers=experiment.sim.buffers,
+        recalibrate=_recalibration(experiment, net, proxy),
+        evaluate_every=experiment.sim.evaluate_every,
+        evaluate_last=experiment.sim.evaluate_last,
+        train=trained_on,
+        client_memory=experiment.sim.client_memory * 2**30,
+        client_archive=client_archive,
+        # Last: it may start processes, so nothing may fail after it.
+        executor=pick_executor(experiment, trainer, population, key),
+        holdings=Holdings(dataset.classes, counts, rows.corrupted, population.sizes),
+        data=identity(
+            dataset.train.labels,
+            dataset.test.labels,
+            rows.parts.clients,
+            (dataset.train.inputs, dataset.test.inputs),
+        ),
+    )
+
+
+def _outputs(task: Task, dataset: data.Dataset) -> int:
+    """Return how many outputs the network has; refuse targets that the task is not for."""
+    labels = dataset.train.labels
+    columns = 1 if labels.ndim == 1 else int(labels.shape[1])
+    whole = bool(np.issubdtype(labels.dtype, np.integer))
+    targets = Targets(len(dataset.classes), columns, whole)
+    try:
+        return task.outputs(targets)
+    except ValueError as error:
+        raise ConfigError(f"task: {error}") from error
+
+
+def _context(experiment: Experiment, net: Net, population: Population, key: Key) -> Context:
+    """Return the part of a method's context that every method needs."""
+    return Context(
+        layout=net.layout,
+        clients=len(population),
+        rounds=experiment.rounds,
+        key=key,
+        batch=experiment.local.batch,
+        examples=float(population.sizes.mean()),
+        effective_steps=optimiser_of(experiment.local).effective_steps,
+        net=net,
+    )
+
+
+def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+    return as_tensor(part.inputs, device), as_tensor(part.labels, device)
+
+
+def _class_counts(method: Method, population: Population, classes: int) -> Tensor | None:
+    """Return the clients' class counts for a method that needs them, and warn who sees them."""
+    if "class_counts" not in needs_of(method):
+        return None
+    logging.getLogger(__package__).warning(
+        "%s: the server sees every client's class counts in plain. fedbasin private-counts shows "
+        "how their sum is gathered under encryption.",
+        method,
+    )
+    return population.class_counts(classes)
+
+
+def _permutations(
+    method: Method, module: nn.Module, example: Tensor, device: torch.device
+) -> tuple[Group, ...] | None:
+    """Return which units of the network may be permuted, for a method that matches neurons."""
+    if "permutations" not in needs_of(method):
+        return None
+    from fedbasin.models.symmetries import permutations  # slow to import, and few runs need it
+
+    try:
+        return permutations(module, example, device)
+    except SymmetryError as error:
+        raise ConfigError(f"{method} matches neurons: {error}, or another model") from error
+
+
+def _recalibration(experiment: Experiment, net: Net, proxy: Evaluator | None) -> Any:
+    """Return the function that recomputes statistics by forward passes over the server's rows."""
+    if experiment.sim.buffers != "recalibrate":
+        return None
+    if proxy is None:
+        raise ConfigError(
+            "sim.buffers = 'recalibrate' runs the model over server data: set "
+            "data.proxy_per_class or data.proxy_rows"
+        )
+
+    @torch.no_grad()
+    def recalibrate(vector: Tensor, buffers: Tensor) -> Tensor:
+        """Return the mean statistics of the server's rows under this model.
+
+        A training pass turns old statistics s into (1 - m) s + m b, where b are the batch's
+        and m is a layer's momentum; passes from zeros and from ones give m, then b.
+        """
+        key = Key(0).tensor(vector.device)
+        zeros = torch.zeros_like(buffers)
+
+        def after(raw: Tensor, old: Tensor) -> Tensor:
+            return net(vector, proxy.transform(raw, None), old, key=key, training=True).buffers
+
+        chunks = proxy.inputs.split(500)
+        momentum = 1 - (after(chunks[0], torch.ones_like(buffers)) - after(chunks[0], zeros))
+        mean = sum(after(raw, zeros) * len(raw) for raw in chunks) / proxy.size
+        untouched = momentum < 1e-6
+        return torch.where(untouched, buffers, mean / momentum.masked_fill(untouched, 1.0))
+
+    return recalibrate

@@ -1,0 +1,72 @@
+"""Refuse what cannot run before data is loaded, and warn of what may not work well."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from fedbasin.core.catalogue import needs_of
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Method
+from fedbasin.core.metric import MetricError, metrics_of
+from fedbasin.core.needs import NeedError, check_task
+from fedbasin.core.net import Net
+from fedbasin.core.rule import Setting
+from fedbasin.experiment.config import ConfigError, Experiment, LocalConfig
+from fedbasin.experiment.training import optimiser_of
+from fedbasin.local import SGD
+from fedbasin.local.optimisers import check_plain_steps
+from fedbasin.sim import Population
+
+
+def check_needs(experiment: Experiment) -> None:
+    """Refuse a method that needs what the run does not have, before data is loaded."""
+    method = parse(experiment.method, "method")
+    task = parse(experiment.task, "task")
+    kept = experiment.local.keep_optimiser
+    try:
+        check_task(method, task)
+    except NeedError as error:
+        raise ConfigError(f"method: {error}") from error
+    try:
+        metrics_of(task, experiment.sim.metrics)
+    except MetricError as error:
+        raise ConfigError(f"sim.metrics: {error}") from error
+    try:
+        check_plain_steps(method, optimiser_of(experiment.local), kept)
+    except ValueError as error:
+        raise ConfigError(f"local.optimiser: {error}") from error
+    settings = experiment.data
+    without = not settings.proxy_per_class and not settings.proxy_rows
+    if "proxy" in needs_of(method) and without:
+        raise ConfigError(
+            f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper), "
+            "or data.proxy_rows where there are no classes"
+        )
+
+
+def log_cautions(method: Method, experiment: Experiment, net: Net, population: Population) -> None:
+    """Warn where the method may not do in this run what its paper says."""
+    local = experiment.local
+    sizes = population.sizes[population.sizes > 0]
+    optimiser = optimiser_of(local)
+    plain = optimiser if isinstance(optimiser, SGD) else SGD()
+    setting = Setting(
+        momentum=plain.momentum,
+        weight_decay=plain.weight_decay,
+        clip=local.clip or None,
+        ragged=not local.steps and len(set(np.ceil(sizes / local.batch))) > 1,
+        statistics=net.has_statistics and experiment.sim.buffers != "recalibrate",
+        adaptive=str(optimiser) if optimiser.adaptive else "",
+    )
+    for caution in method.cautions(setting):
+        logging.getLogger(__package__).warning("%s: %s", method, caution)
+    if local.lr == LocalConfig.lr and optimiser.default_lr < local.lr:
+        logging.getLogger(__package__).warning(
+            "local.lr = %g is the default, which is meant for SGD; %s is most often run at %g: set "
+            "local.lr",
+            local.lr,
+            optimiser,
+            optimiser.default_lr,
+        )

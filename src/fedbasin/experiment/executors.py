@@ -1,0 +1,140 @@
+"""Pick the device, the precision and the executor of a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from fedbasin.core.expressions import parse
+from fedbasin.core.rng import Key
+from fedbasin.experiment.config import ConfigError, Experiment
+from fedbasin.experiment.training import plan_of
+from fedbasin.local import Trainer
+from fedbasin.local.batches import count_steps
+from fedbasin.sim import LoopExecutor, Population
+from fedbasin.sim.allocator import keep_freed_memory
+from fedbasin.sim.cohort import CohortExecutor, Unsupported
+from fedbasin.sim.loop import Executor
+from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.workers import WorkerExecutor
+
+
+def pick_device(name: str) -> torch.device:
+    """Turn a device name into an available device."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"sim.device: {name!r} is not a device; write auto, cpu or cuda"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("sim.device: cuda is not available here; write auto or cpu")
+    return device
+
+
+def pick_precision(name: str, device: torch.device) -> torch.dtype:
+    """Turn a precision's name into a floating type, and allow or forbid tf32 on CUDA."""
+    fast = device.type == "cuda" and name in ("auto", "tf32", "bf16")
+    torch.backends.cuda.matmul.allow_tf32 = fast
+    torch.backends.cudnn.allow_tf32 = fast
+    return torch.float64 if name == "fp64" else torch.float32
+
+
+# A matrix of clients saves a CPU Python's time but no arithmetic: measured, it wins for dense
+# networks up to about this size and loses for convolutions (benchmarks/speed/executors.py).
+MATRIX_PAYS_BELOW = 200_000
+# Compiling such a step takes a CPU 10 to 30 seconds and saves about 2 milliseconds each time.
+COMPILING_PAYS_FROM = 20_000
+# It takes a GPU half a minute, and on a CIFAR CNN that is won back in about 300 rounds of ten
+# clients with 500 rows and 5 epochs: as many rounds, or rows in fewer and larger ones.
+GPU_ROUNDS = 300
+GPU_ROWS = 7_500_000
+
+
+def pick_executor(
+    experiment: Experiment, trainer: Trainer, population: Population, key: Key
+) -> Executor:
+    """Choose how cohorts are trained: a matrix on CUDA and for small dense models, else a loop.
+
+    With `sim.workers` above 1 the loop is divided among processes.
+    """
+    sim = experiment.sim
+    on_cuda = trainer.net.device.type == "cuda"
+    if sim.executor == "ray":
+        return _on_ray(experiment, trainer, population, key)
+    if not on_cuda:
+        keep_freed_memory()
+    if sim.executor == "loop" or (sim.executor == "auto" and not (on_cuda or _is_small(trainer))):
+        return _loop(experiment, trainer, population, key)
+    compiled = trainer.net.compiles and compiling_pays(experiment, population, key, on_cuda)
+    if sim.compile != "auto":
+        compiled = sim.compile == "on"
+    memory = int(sim.memory * 2**30)
+    try:
+        return CohortExecutor(trainer, population, key, compiled, sim.chunk, memory)
+    except Unsupported as reason:
+        if sim.executor == "cohort":
+            raise ConfigError(f"sim.executor: cohort cannot be used: {reason}") from reason
+        return _loop(experiment, trainer, population, key)
+
+
+def _is_small(trainer: Trainer) -> bool:
+    layout = trainer.net.layout
+    return layout.size < MATRIX_PAYS_BELOW and all(len(shape) <= 2 for shape in layout.shapes)
+
+
+def compiling_pays(experiment: Experiment, population: Population, key: Key, on_cuda: bool) -> bool:
+    """Whether a run is long enough to compile its step, and a CPU has a compiler."""
+    rounds = experiment.rounds
+    local = experiment.local
+    sim = experiment.sim
+    plan = plan_of(local)
+    steps = [count_steps(plan, int(rows), local.batch) for rows in population.sizes]
+    if on_cuda:
+        participation = parse(sim.participation, "participation")
+        cohort = draw_cohort(participation, np.flatnonzero(population.sizes > 0), key, 0)
+        rows = sum(steps[client] for client in cohort) * local.batch
+        return rounds >= GPU_ROUNDS or rounds * rows >= GPU_ROWS
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    return rounds * max(steps, default=0) >= COMPILING_PAYS_FROM and compiler is not None
+
+
+def _loop(experiment: Experiment, trainer: Trainer, population: Population, key: Key) -> Executor:
+    if experiment.sim.workers <= 1 or trainer.net.device.type != "cpu":
+        return LoopExecutor(trainer, population, key)
+    return WorkerExecutor(trainer, population, key, experiment.sim.workers)
+
+
+def _on_ray(experiment: Experiment, trainer: Trainer, population: Population, key: Key) -> Executor:
+    try:
+        from fedbasin.sim.ray_executor import RayExecutor
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            "sim.executor: ray is not installed; pip install 'fedbasin[ray]'"
+        ) from error
+    return RayExecutor(
+        trainer,
+        population,
+        key,
+        partial(_for_worker, experiment),
+        workers=experiment.sim.workers,
+        address=experiment.sim.address,
+    )
+
+
+def _for_worker(
+    experiment: Experiment, trainer: Trainer, population: Population, key: Key
+) -> Executor:
+    """Choose the executor of one Ray worker, for the device that the worker has."""
+    pick_precision(experiment.sim.precision, trainer.net.device)
+    alone = replace(experiment.sim, executor="auto", workers=0, address="")
+    return pick_executor(replace(experiment, sim=alone), trainer, population, key)

@@ -1,0 +1,134 @@
+"""The rows of a run: which the server and each client have, and how they become inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fedbasin import data, partition
+from fedbasin.core.expressions import Choice, parse
+from fedbasin.core.rng import Key, root
+from fedbasin.data.transform import Transform
+from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
+
+# Mean and standard deviation of `data.normalise`, for pixels in [0, 1].
+_SCALES = {"symmetric": (0.5, 0.5), "unit": (0.0, 1.0)}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a run: who trains on what, what the server holds, what is scored."""
+
+    splits: data.Splits
+    parts: partition.Partition
+    classes: int
+    corrupted: frozenset[int] = frozenset()  # clients with exchanged labels
+
+
+def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
+    """Take out the proxy set, make long tails, divide the rows among clients, corrupt labels."""
+    seed = experiment.partition.seed
+    key = root(seed if seed >= 0 else experiment.seed)
+    settings = experiment.data
+    if not dataset.classes:
+        _refuse_class_settings(experiment, dataset)
+    splits = data.split(
+        dataset,
+        proxy_per_class=settings.proxy_per_class,
+        proxy_rows=settings.proxy_rows,
+        proxy_from=settings.proxy_from,
+        rng=key.fold("proxy").numpy(),
+    )
+    classes = len(dataset.classes)
+    train = splits.train
+    if settings.imbalance < 1:
+        draws = key.fold("longtail").numpy()
+        train = train.take(partition.longtail(train.labels, classes, settings.imbalance, draws))
+    proxy = splits.proxy
+    if proxy is not None:
+        proxy = _thin_proxy(proxy, settings, classes, key)
+    how: Choice = parse(experiment.partition.how, "partition")
+    pool = partition.Pool(train.labels, classes, train.groups)  # 0 classes: targets without any
+    try:
+        parts = how(pool, experiment.partition.clients, key.fold("partition").numpy())
+    except ValueError as error:
+        raise ConfigError(f"partition.how, {how}: {error}") from error
+    if experiment.partition.hold_out:
+        parts = parts.hold_out(experiment.partition.hold_out, key.fold("hold out").numpy())
+    corrupted: frozenset[int] = frozenset()
+    if experiment.partition.corrupted:
+        share = experiment.partition.corrupted
+        draws = key.fold("corrupted").numpy()
+        try:
+            labels = partition.exchange_labels(train.labels, parts, classes, share, draws)
+        except ValueError as error:
+            raise ConfigError(f"partition.corrupted: {error}") from error
+        changed = labels != train.labels
+        corrupted = frozenset(i for i, mine in enumerate(parts.clients) if changed[mine].any())
+        train = replace(train, labels=labels)
+    return Rows(data.Splits(train, proxy, splits.test), parts, classes, corrupted)
+
+
+def _thin_proxy(proxy: data.Rows, settings: DataConfig, classes: int, key: Key) -> data.Rows:
+    """Give the server's rows a long tail, or equally many of each class, if asked for."""
+    if settings.proxy_imbalance < 1:
+        draws = key.fold("proxy longtail").numpy()
+        tail = partition.longtail(proxy.labels, classes, settings.proxy_imbalance, draws)
+        proxy = proxy.take(tail)
+    if settings.proxy_evened:
+        proxy = proxy.take(partition.evened(proxy.labels, classes))
+    return proxy
+
+
+def _refuse_class_settings(experiment: Experiment, dataset: data.Dataset) -> None:
+    """Refuse settings about classes if the targets have none."""
+    settings = experiment.data
+    if settings.proxy_per_class:
+        raise ConfigError(
+            f"data.proxy_per_class is {settings.proxy_per_class}, and the targets of "
+            f"{dataset.name} have no classes: set data.proxy_rows to the number of rows the server "
+            "holds"
+        )
+    usual = (
+        ("data.imbalance", settings.imbalance, 1.0),
+        ("data.proxy_imbalance", settings.proxy_imbalance, 1.0),
+        ("data.proxy_evened", settings.proxy_evened, False),
+        ("partition.corrupted", experiment.partition.corrupted, 0.0),
+    )
+    for name, value, default in usual:
+        if value != default:
+            raise ConfigError(
+                f"{name} is {value}, and the targets of {dataset.name} have no classes: leave it "
+                f"at {default}"
+            )
+
+
+def transform_of(dataset: data.Dataset, settings: DataConfig, dtype: torch.dtype) -> Any:
+    """Return what turns stored rows into the network's inputs."""
+    mean = dataset.mean
+    std = dataset.std
+    if dataset.kind != "image":
+        _refuse_pixel_settings(dataset, settings)
+    elif settings.normalise != "dataset":
+        middle, spread = _SCALES[settings.normalise]
+        mean = (middle,) * len(mean)
+        std = (spread,) * len(std)
+    transform = Transform(mean, std, augment=settings.augment, kind=dataset.kind)
+    return partial(transform, dtype=dtype)
+
+
+def _refuse_pixel_settings(dataset: data.Dataset, settings: DataConfig) -> None:
+    """Refuse settings about pixels if the inputs are not images."""
+    if settings.normalise != "dataset":
+        raise ConfigError(
+            f"data.normalise is {settings.normalise!r}, which scales pixels, and {dataset.name} is "
+            f"{dataset.kind}: leave it at 'dataset' and scale the numbers beforehand"
+        )
+    if settings.augment:
+        raise ConfigError(
+            f"data.augment crops and flips images, and {dataset.name} is {dataset.kind}: leave it "
+            "at false"
+        )
