@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fedbasin.core.suggest import nearest
+
 FORM = 1  # raised when a reader of the old form would misread the new one
 _DIGITS = 7  # what a float32 holds; the CSV file has all of them
 Numbers = tuple[float, ...]
@@ -246,7 +248,7 @@ def _read_panel(value: Any, where: str) -> Panel:
     kinds = {get_args(get_type_hints(one)["kind"])[0]: one for one in get_args(Panel)}
     kind = value.get("kind") if isinstance(value, Mapping) else None
     if kind not in kinds:
-        raise FigureDataError(f"{where}.kind is {kind!r:.40}; there is {', '.join(kinds)}")
+        raise FigureDataError(f"{where}.kind is {kind!r:.40}; {nearest(str(kind), kinds)}")
     panel: Panel = _read_object(value, kinds[kind], where)
     return panel
 

@@ -6,12 +6,12 @@ A new dataset is one entry in `SOURCES`; anything else on the Hugging Face hub i
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import parse_qsl
 
+from fedbasin.core.suggest import nearest
 from fedbasin.data import labels
 from fedbasin.data.dataset import DataError, Kind
 from fedbasin.data.embedded import EMBEDDED
@@ -251,11 +251,10 @@ def resolve(name: str) -> tuple[Source, ...]:
         return (_from_hub_name(name),)
     if name not in SOURCES:
         known = [*EMBEDDED, *SOURCES]
-        near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}."
+        hint = nearest(name.lower().replace("_", "-"), known)
         raise DataError(
-            f"unknown dataset {name!r}: {hint} Others on the hub are {_HF_FORM}; arrays "
-            "of your own are given in Python as dataset=, when a run is resumed too"
+            f"unknown dataset {name!r}: {hint} (write others on the hub as {_HF_FORM}, and give "
+            "arrays of your own in Python as dataset=, when a run is resumed too)"
         )
     return SOURCES[name]
 

@@ -6,7 +6,6 @@ ones; values are checked when the configuration is made, so a bad one costs no t
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 from fedbasin.core.catalogue import Kind, card_of
 from fedbasin.core.expressions import ExpressionError, fit, is_fit, parse, text, title, type_name
 from fedbasin.core.settings import write_toml
+from fedbasin.core.suggest import did_you_mean, nearest
 from fedbasin.local.optimisers import SGD
 
 
@@ -390,8 +390,7 @@ def _nearest(key: str, path: str, hints: Mapping[str, Any]) -> str:
     """Say what may have been meant: a name that is alike, or the same one in a section."""
     sections = {name: get_type_hints(kind) for name, kind in hints.items() if is_dataclass(kind)}
     inside = [f"{name}.{key}" for name, known in sections.items() if key in known]
-    close = inside or [path + name for name in difflib.get_close_matches(key, hints)]
-    return f"did you mean {' or '.join(close)}?" if close else f"there is {', '.join(hints)}"
+    return did_you_mean(inside) if inside else nearest(key, hints, section=path)
 
 
 def read_experiment(path: Path) -> Experiment:
@@ -418,7 +417,7 @@ def read_preset(name: str) -> dict[str, Any]:
     folder = resources.files("fedbasin.experiment") / "presets"
     found = {p.name.removesuffix(".toml"): p for p in folder.iterdir() if p.name.endswith(".toml")}
     if name not in found:
-        raise ConfigError(f"no preset is called {name!r}; there is {', '.join(sorted(found))}")
+        raise ConfigError(f"no preset is called {name!r}; {nearest(name, sorted(found))}")
     return tomllib.loads(found[name].read_text(encoding="utf-8"))
 
 

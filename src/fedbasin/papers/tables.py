@@ -10,7 +10,6 @@ of the row or of the column, with every ``{name}`` replaced from `values`.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from importlib import resources
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from fedbasin.core.expressions import fit, is_fit, type_name
+from fedbasin.core.suggest import nearest
 
 Mark = Literal["unreadable", "figure", "not reported", "diverged"]
 MARKS: dict[str, str] = {
@@ -238,10 +238,7 @@ def load_paper(name: str) -> Paper:
 def load_table(name: str) -> Table:
     """Read a table by its name."""
     if name not in table_names():
-        close = difflib.get_close_matches(name, table_names(), n=3, cutoff=0.4)
-        raise PaperError(
-            f"no table is called {name!r}; there is {', '.join(close or table_names())}"
-        )
+        raise PaperError(f"no table is called {name!r}; {nearest(name, table_names())}")
     paper, _, item = name.partition("/")
     return read_table((_folder(paper) / f"{item}.toml").read_text(encoding="utf-8"), name)
 
@@ -299,8 +296,7 @@ def _build(cls: type[_T], raw: Any, where: str) -> _T:
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     for key, value in raw.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or list(known)
-            raise PaperError(f"{where}: unknown field {key!r}; there is {', '.join(close)}")
+            raise PaperError(f"{where}: unknown field {key!r}; {nearest(key, known)}")
         value = tuple(value) if isinstance(value, list) else value
         if not is_fit(value, hints[key]):
             raise PaperError(f"{where}: {key} is {value!r}, it must be {type_name(hints[key])}")
@@ -344,7 +340,7 @@ def _check_numbers(table: Table, where: str) -> None:
         for row, numbers in cells.items():
             here = f"{where}: {kind}.{row!r}"
             if row not in names:
-                raise PaperError(f"{here} is not a row; there is {', '.join(names)}")
+                raise PaperError(f"{here} is not a row; {nearest(row, names)}")
             if not isinstance(numbers, list) or len(numbers) != len(table.columns):
                 raise PaperError(
                     f"{here} is {numbers!r}, it must hold {len(table.columns)} cells, one a column"
@@ -363,7 +359,6 @@ def select(axes: tuple[Axis, ...], patterns: str, what: str) -> list[Axis]:
         found = [axis for axis in axes if fnmatchcase(axis.name, pattern)]
         if not found:
             names = [axis.name for axis in axes]
-            close = difflib.get_close_matches(pattern, names, n=4, cutoff=0.4) or names
-            raise PaperError(f"{what}: nothing is called {pattern!r}; there is {', '.join(close)}")
+            raise PaperError(f"{what}: nothing is called {pattern!r}; {nearest(pattern, names)}")
         chosen += [axis for axis in found if axis not in chosen]
     return [axis for axis in axes if axis in chosen]
