@@ -13,13 +13,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal
 
-from fedbasin.core.expressions import fit, is_fit, type_name
+from fedbasin.core.reading import Reader
 from fedbasin.core.suggest import nearest
 
 Mark = Literal["unreadable", "figure", "not reported", "diverged"]
@@ -29,7 +29,6 @@ MARKS: dict[str, str] = {
     "not reported": "not in the paper",
     "diverged": "the paper says that it did not converge",
 }
-_T = TypeVar("_T")
 
 
 class PaperError(ValueError):
@@ -231,7 +230,7 @@ def load_paper(name: str) -> Paper:
     """Read what is said of a paper."""
     where = f"{name}/paper.toml"
     text = (_folder(name) / "paper.toml").read_text(encoding="utf-8")
-    return _build(Paper, {**_toml(text, where), "name": name}, where)
+    return Reader(PaperError, where).read(Paper, {**_toml(text, where), "name": name})
 
 
 @cache
@@ -246,16 +245,8 @@ def load_table(name: str) -> Table:
 def read_table(text: str, name: str) -> Table:
     """Read and check a table's TOML; errors name the file, the field and the value."""
     where = f"{name}.toml"
-    raw = _toml(text, where)
-    for key in ("rows", "columns"):
-        raw[key] = tuple(_axes(raw.get(key, []), f"{where}: {key}"))
-    raw["findings"] = tuple(
-        _build(Finding, finding, f"{where}: findings[{i}]")
-        for i, finding in enumerate(raw.get("findings", []))
-    )
-    if "score" in raw:
-        raw["score"] = _score(raw["score"], f"{where}: score")
-    table = _build(Table, {**raw, "name": name}, where)
+    table = Reader(PaperError, where).read(Table, {**_toml(text, where), "name": name})
+    _check_scores(table, where)
     _check(table, where)
     return table
 
@@ -267,44 +258,21 @@ def _toml(text: str, where: str) -> dict[str, Any]:
         raise PaperError(f"{where} is not TOML: {error}") from error
 
 
-def _axes(raw: Any, where: str) -> Iterable[Axis]:
-    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
-        raise PaperError(f"{where} is {raw!r}, it must be an array of tables")
-    for place, item in enumerate(raw):
-        here = f"{where}[{place}]"
-        if "score" in item:
-            item = {**item, "score": _score(item["score"], f"{here}.score")}
-        yield _build(Axis, item, here)
+def _check_scores(table: Table, where: str) -> None:
+    _check_score(table.score, f"{where}: score")
+    for kind, axes in (("rows", table.rows), ("columns", table.columns)):
+        for place, axis in enumerate(axes):
+            if axis.score is not None:
+                _check_score(axis.score, f"{where}: {kind}[{place}].score")
 
 
-def _score(raw: Any, where: str) -> Score:
-    score = _build(Score, raw, where)
+def _check_score(score: Score, where: str) -> None:
     if score.last < 1:
         raise PaperError(f"{where}.last is {score.last}, it must be at least 1")
     if score.kind == "rounds_to_target" and not 0 < score.target <= 100:
         raise PaperError(f"{where}.target is {score.target}, it must be a percentage")
     if score.kind == "note" and (not score.note or len(score.between) != 2):
         raise PaperError(f"{where} needs note = a name and between = [first, last]")
-    return score
-
-
-def _build(cls: type[_T], raw: Any, where: str) -> _T:
-    """Make a dataclass of a mapping: known fields of the right type only, none missing."""
-    if not isinstance(raw, Mapping):
-        raise PaperError(f"{where} is {raw!r}, it must be a table of fields")
-    hints, given = get_type_hints(cls), {}
-    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-    for key, value in raw.items():
-        if key not in known:
-            raise PaperError(f"{where}: unknown field {key!r}; {nearest(key, known)}")
-        value = tuple(value) if isinstance(value, list) else value
-        if not is_fit(value, hints[key]):
-            raise PaperError(f"{where}: {key} is {value!r}, it must be {type_name(hints[key])}")
-        given[key] = fit(value, hints[key])
-    for name, of in known.items():
-        if name not in given and of.default is MISSING and of.default_factory is MISSING:
-            raise PaperError(f"{where}: {name} is missing")
-    return cls(**given)
 
 
 def _check(table: Table, where: str) -> None:
