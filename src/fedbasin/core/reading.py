@@ -67,7 +67,9 @@ class Reader:
 
     def _in_file(self, text: str) -> str:
         """Return a text that begins with the file."""
-        return f"{self.file}: {text}" if self.file and text else self.file or text
+        if not self.file:
+            return text
+        return f"{self.file}: {text}" if text else self.file
 
     def _check_object(self, value: Any, hints: Mapping[str, Any], path: str) -> None:
         """Refuse what is no mapping, or lacks fields where all must be given."""
