@@ -161,7 +161,7 @@ def test_the_methods_page_is_up_to_date():
         (["run", "--set", "locl.lr=1"], ["locl", "did you mean local?"]),
         (["run", "--set", "lr=1"], ["unknown setting 'lr'; did you mean local.lr?"]),
         (["run", "--set", "local.lrr=1"], ["'local.lrr'; did you mean local.lr?"]),
-        (["run", "--set", "version=1"], ["unknown setting 'version'; there is method, model"]),
+        (["run", "--set", "version=1"], ["unknown setting 'version'; available: method, model"]),
         (["compare", "ima", "ima(fedavg)", "--seeds", "3"], ["lists ima with seed 3 twice"]),
         (["run", "--set", "data.name=digitz"], ["digitz"]),
         (["run", "--method", "fedavgg"], ["fedavgg", "fedavg"]),

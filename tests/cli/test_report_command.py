@@ -55,7 +55,7 @@ def test_report_writes_a_page_and_figures_and_names_them(tmp_path):
     assert "rounds to 12.3 %" in out.read_text(encoding="utf-8")
     arguments = ["report", str(runs), "--baseline", "fedavgg", "--out", str(out)]
     refused = CliRunner().invoke(app, arguments).exception
-    assert str(refused) == "--baseline: no run is of 'fedavgg'; available: fedavg"
+    assert str(refused) == "--baseline: no run is of 'fedavgg'; did you mean fedavg?"
 
 
 def test_a_folder_without_runs_is_one_line(tmp_path, monkeypatch, capsys):

@@ -130,7 +130,7 @@ def test_what_is_not_in_the_folder_is_told_with_where_it_should_be(made, open_):
     [
         ("cifar_10", r"unknown dataset 'cifar_10': did you mean cifar10"),
         ("FashionMNIST", "did you mean fashion-mnist"),
-        ("zzz", "known: digits, breast-cancer, wine, diabetes, fashion-mnist"),
+        ("zzz", "available: digits, breast-cancer, wine, diabetes, fashion-mnist"),
         ("hf:cifar10", r"is not of the form hf:OWNER/NAME"),
         ("hf:../../etc", "is not of the form"),
         ("hf:me/..", "is not of the form"),

@@ -315,7 +315,9 @@ def test_names_and_patterns_select_in_the_table_s_order():
     rows = load_table("ima/table1").rows
     assert [r.name for r in select(rows, "fedavg+ima,fedavg", "--rows")] == ["fedavg", "fedavg+ima"]
     assert len(select(rows, "*+ima", "--rows")) == 8
-    with pytest.raises(PaperError, match="--rows: nothing is called 'fedavgg'; available: fedavg"):
+    with pytest.raises(
+        PaperError, match="--rows: nothing is called 'fedavgg'; did you mean fedavg"
+    ):
         select(rows, "fedavgg", "--rows")
 
 

@@ -236,7 +236,8 @@ def test_what_ended_a_run_is_not_hidden_by_a_sink_that_fails_too(tmp_path, caplo
     ("log", "told"),
     [
         ("tensorboard", r"write a list: log=\['tensorboard'\]"),
-        (["tensorbord"], "'tensorbord' is no sink; available: mlflow, tensorboard, wandb"),
+        (["tensorbord"], "'tensorbord' is no sink; did you mean tensorboard?"),
+        (["csv"], "'csv' is no sink; available: mlflow, tensorboard, wandb"),
         ([3], "3 must be a name"),
         ([Notebook], "must be a name .* a Sink object"),
     ],

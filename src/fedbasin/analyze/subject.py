@@ -6,7 +6,6 @@ An analysis turns subjects (runs) and options into panels. It is entered here un
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from fedbasin.core.figure_data import Analysis, Numbers, Panel
 from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.snapshot import Snapshot, Snapshots
+from fedbasin.core.suggest import nearest
 from fedbasin.core.vectors import shares, weighted_mean
 
 Watch = Callable[[str, int], Tick]  # (what, how many) -> where progress goes
@@ -222,8 +222,7 @@ def analysis(
 def find(name: str) -> Entry:
     """Return an analysis by name; an unknown one is an error that names the nearest."""
     if name not in CATALOGUE:
-        close = difflib.get_close_matches(name, CATALOGUE, n=3, cutoff=0.5) or sorted(CATALOGUE)
-        raise AnalysisError(f"no analysis is called {name!r}; available: {', '.join(close)}")
+        raise AnalysisError(f"no analysis is called {name!r}; {nearest(name, sorted(CATALOGUE))}")
     return CATALOGUE[name]
 
 

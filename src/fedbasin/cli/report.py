@@ -38,6 +38,7 @@ def report(
     The page holds all it shows: it opens from disk, needs no network and can be sent to
     anyone. --png and --svg write the same plots for a paper, beside the page.
     """
+    from fedbasin.core.suggest import nearest
     from fedbasin.report.figures import write_figures
     from fedbasin.report.page import write_page
     from fedbasin.report.runs import find_runs, read_runs
@@ -45,7 +46,7 @@ def report(
     chosen = read_runs(find_runs(runs))
     known = sorted({run.method for run in chosen})
     if baseline is not None and baseline not in known:
-        raise ValueError(f"--baseline: no run is of {baseline!r}; available: {', '.join(known)}")
+        raise ValueError(f"--baseline: no run is of {baseline!r}; {nearest(baseline, known)}")
     for run in chosen:
         told = list(run.problems)
         if not run.ended:

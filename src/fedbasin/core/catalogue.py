@@ -159,7 +159,8 @@ def needs_of(thing: object) -> set[str]:
     card = next((card for card in CATALOGUE.values() if card.make is type(thing)), None)
     if card is None:
         return set()
-    needs, inside = set(card.needs), [getattr(thing, p.name) for p in card.parameters]
+    needs = set(card.needs)
+    inside = [getattr(thing, p.name) for p in card.parameters]
     if card.kind == "method":
         needs -= thing.optional_needs  # type: ignore[attr-defined]
         inside += thing.rules()  # type: ignore[attr-defined]

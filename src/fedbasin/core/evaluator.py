@@ -226,12 +226,12 @@ class Evaluator:
         models = [score] if send is score else [score, send]
         own, *others = self.scores(models, buffers, last=last)
         headline = self.headline.name
-        found: dict[str, Any] = {**self.unscored(), **own}
+        columns: dict[str, Any] = {**self.unscored(), **own}
         if others:
-            found[f"{headline}_send"] = others[0][headline]
+            columns[f"{headline}_send"] = others[0][headline]
         if train is not None:
-            found[f"{headline}_train"] = train.score(score, buffers)[headline]
-        return found
+            columns[f"{headline}_train"] = train.score(score, buffers)[headline]
+        return columns
 
     def _columns(self) -> list[str]:
         headline = self.headline.name

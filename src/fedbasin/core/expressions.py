@@ -12,7 +12,6 @@ What a module outside fedbasin enters is called by that module too: ``my_rules.m
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import math
 import sys
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from fedbasin.core.catalogue import CATALOGUE, Card, Kind, Parameter, cards
+from fedbasin.core.suggest import nearest
 
 _LONGEST = 4000
 
@@ -191,18 +191,11 @@ def _find(name: str, kind: Kind | None) -> Card:
     what = f"no {kind} is called {name!r}" if kind else f"nothing is called {name!r}"
     if card is not None:
         what = f"{name!r} is {_with_article(card.kind)}, not {_with_article(str(kind))}"
-    raise ExpressionError(f"{what}; {_nearest(name, valid)}")
+    raise ExpressionError(f"{what}; {nearest(name, sorted(valid))}")
 
 
 def _with_article(noun: str) -> str:
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
-
-
-def _nearest(name: str, valid: list[str]) -> str:
-    close = difflib.get_close_matches(name, valid, n=3, cutoff=0.5)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"there are: {', '.join(sorted(valid))}"
 
 
 def _names(known: dict[str, Parameter]) -> str:
@@ -214,7 +207,7 @@ def _unknown_argument(card: Card, name: str | None, valid: list[str]) -> str:
         return f"{card.name}: ** is not allowed; name the arguments"
     if not valid:
         return f"{card.name} has no argument {name!r}; it takes none"
-    return f"{card.name} has no argument {name!r}; {_nearest(name, valid)}"
+    return f"{card.name} has no argument {name!r}; {nearest(name, valid)}"
 
 
 def _value(card: Card, parameter: Parameter, node: ast.expr) -> Any:

@@ -11,10 +11,12 @@ import csv
 import io
 import json
 import math
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
+
+from fedbasin.core.expressions import fit, is_fit
+from fedbasin.core.reading import Reader
 
 FORM = 1  # raised when a reader of the old form would misread the new one
 _DIGITS = 7  # what a float32 holds; the CSV file has all of them
@@ -164,13 +166,12 @@ class Analysis:
     def from_json(cls, text: str) -> Analysis:
         """Read an analysis back; whatever does not fit the form is an error that says where."""
         try:
-            found = json.loads(text, parse_constant=_refuse)
+            content = json.loads(text, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
             raise FigureDataError(f"not JSON: {error}") from error
-        if not isinstance(found, dict) or found.pop("form", None) != FORM:
+        if not isinstance(content, dict) or content.pop("form", None) != FORM:
             raise FigureDataError(f"not an analysis of form {FORM}; make it again")
-        analysis: Analysis = _read(found, cls, "analysis")
-        return analysis
+        return _READER.read(cls, content, "analysis")
 
 
 def _long(panel: Panel) -> Iterator[tuple[Cell, ...]]:
@@ -215,48 +216,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _read(value: Any, wanted: Any, where: str) -> Any:
-    """Return a value as the wanted type; the form's types are all there is to choose from."""
-    origin = get_origin(wanted)
-    if wanted == Panel:
-        return _read_panel(value, where)
-    if origin in (Union, types.UnionType):
-        if value is None or (isinstance(value, str | int | float) and not isinstance(value, bool)):
-            return value
-    elif origin is tuple:
-        if isinstance(value, list):
-            items = enumerate(value)
-            return tuple(_read(item, get_args(wanted)[0], f"{where}[{i}]") for i, item in items)
-    elif origin is Literal:
-        if value in get_args(wanted):
-            return value
-    elif wanted is float:
-        if value is None:
-            return math.nan
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    elif is_dataclass(wanted):
-        return _read_object(value, wanted, where)
-    elif isinstance(value, wanted):
-        return value
-    raise FigureDataError(f"{where} is {value!r:.40}, which does not fit the form")
+def _read_plain(value: Any, wanted: Any, place: str) -> Any:
+    """Return a number, a text or a list of these; null stands for a number that does not exist."""
+    if wanted is float and value is None:
+        return math.nan
+    if get_origin(wanted) is tuple and isinstance(value, list):
+        item = get_args(wanted)[0]
+        return tuple(_read_plain(one, item, f"{place}[{i}]") for i, one in enumerate(value))
+    if not is_fit(value, wanted):
+        raise FigureDataError(f"{place} is {value!r:.40}, which does not fit the form")
+    return fit(value, wanted)
 
 
-def _read_panel(value: Any, where: str) -> Panel:
-    kinds = {get_args(get_type_hints(one)["kind"])[0]: one for one in get_args(Panel)}
-    kind = value.get("kind") if isinstance(value, Mapping) else None
-    if kind not in kinds:
-        raise FigureDataError(f"{where}.kind is {kind!r:.40}; there is {', '.join(kinds)}")
-    panel: Panel = _read_object(value, kinds[kind], where)
-    return panel
-
-
-def _read_object(value: Any, wanted: Any, where: str) -> Any:
-    hints = get_type_hints(wanted)
-    if not isinstance(value, Mapping) or set(value) != set(hints):
-        raise FigureDataError(f"{where} must be an object with {', '.join(hints)} and no more")
-    read = {name: _read(value[name], hint, f"{where}.{name}") for name, hint in hints.items()}
-    try:
-        return wanted(**read)
-    except FigureDataError as error:
-        raise FigureDataError(f"{where}: {error}") from error
+_READER = Reader(FigureDataError, complete=True, read_plain=_read_plain)

@@ -383,13 +383,13 @@ class OwnMetric(MeanMetric):
 
     def each(self, task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
         """Call the function."""
-        found = self.choice(outputs, targets)
-        if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
-            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        values = self.choice(outputs, targets)
+        if not isinstance(values, Tensor) or values.shape != outputs.shape[:1]:
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
                 f"metric {self.name} must return one number a row, [{len(outputs)}], got {shape}"
             )
-        return found
+        return values
 
 
 class MetricError(ValueError):
@@ -398,7 +398,7 @@ class MetricError(ValueError):
 
 def metrics_of(task: Task, more: tuple[str, ...] = ()) -> tuple[Metric, ...]:
     """Return the metrics of a task and those asked for beside them, each once."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for expression in (*task.metrics, *more):
         read: Any = parse(expression, "metric")
         metric: Metric = OwnMetric(read) if isinstance(read, Choice) else read
@@ -416,8 +416,8 @@ def metrics_of(task: Task, more: tuple[str, ...] = ()) -> tuple[Metric, ...]:
             )
         if metric.name in COLUMNS or metric.name.startswith("note_"):
             raise MetricError(f"metric {metric.name}: the name is a column of the records")
-        found[metric.name] = metric
-    return tuple(found.values())
+        metrics[metric.name] = metric
+    return tuple(metrics.values())
 
 
 def task_name(task: Task) -> str:

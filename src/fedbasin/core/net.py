@@ -83,7 +83,9 @@ class Net:
         statistics = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
         self.layout = Layout.of(trainable, _head_names(module, [n for n, _ in trainable]))
         self.buffer_layout = Layout.of(statistics)
-        self.device, self.dtype, self.mixed = torch.device(device), dtype, mixed
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.mixed = mixed
         every = list(module.named_parameters(remove_duplicate=False))
         self._tied = len(every) > len(list(module.parameters()))  # looking for ties takes time
         # oneDNN's convolutions and poolings are faster with the channels innermost
@@ -202,15 +204,16 @@ class Net:
 
         A network without any gives the outputs of its linear and convolutional layers.
         """
-        module, found = self._scoring.module, dict[str, Tensor]()
+        module = self._scoring.module
+        outputs = dict[str, Tensor]()
         named = dict(module.named_modules())
         chosen = {n: m for n, m in named.items() if type(m).__module__ == _ACTIVATIONS}
         chosen = chosen or {n: m for n, m in named.items() if isinstance(m, _WEIGHTED)}
 
         def keep(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
             def hook(_: nn.Module, __: Any, output: Tensor) -> None:
-                again = sum(key.split(" ")[0] == name for key in found)
-                found[f"{name} {again + 1}" if again else name] = output
+                again = sum(key.split(" ")[0] == name for key in outputs)
+                outputs[f"{name} {again + 1}" if again else name] = output
 
             return hook
 
@@ -220,7 +223,7 @@ class Net:
         finally:
             for hook in hooks:
                 hook.remove()
-        return found
+        return outputs
 
     def classify(self, vector: Tensor, features: Tensor) -> Tensor:
         """Return the logits [B, classes] of the head alone, for features [B, d]."""

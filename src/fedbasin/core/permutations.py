@@ -81,7 +81,8 @@ def best_order(similarity: np.ndarray, blocks: int = 1) -> np.ndarray:
     """
     from scipy.optimize import linear_sum_assignment  # slow to import, and few runs match neurons
 
-    count, width = len(similarity), len(similarity) // blocks
+    count = len(similarity)
+    width = count // blocks
     parts = similarity.reshape(blocks, width, blocks, width)
     within = [
         [linear_sum_assignment(-parts[a, :, b])[1] for b in range(blocks)] for a in range(blocks)
@@ -106,12 +107,12 @@ def best_orders(similarity: Tensor, blocks: int) -> list[np.ndarray | None]:
     finds without an assignment.
     """
     settled = (similarity.diagonal(dim1=1, dim2=2) >= similarity.amax(2)).all(1).tolist()
-    found: list[np.ndarray | None] = []
+    orders: list[np.ndarray | None] = []
     for matrix, done in zip(similarity, settled, strict=True):
         order = None if done else best_order(matrix.double().cpu().numpy(), blocks)
         moves = order is not None and bool((order != np.arange(len(order))).any())
-        found.append(order if moves else None)
-    return found
+        orders.append(order if moves else None)
+    return orders
 
 
 class MatchingNotes(NamedTuple):

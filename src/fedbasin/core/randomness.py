@@ -94,7 +94,8 @@ def draw_kept(
         device: where the tensor lies.
         first: the first number that is hashed.
     """
-    rows, size = shape[0], math.prod(shape[1:])
+    rows = shape[0]
+    size = math.prod(shape[1:])
     wide = 8 if (p * 256).is_integer() else 16
     places = range(0, 32, wide)
     each = -(-size // len(places))  # words of a row

@@ -305,12 +305,12 @@ class RunFolder:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one object of JSON."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RecordError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RecordError(f"{path} must hold one object")
-    return found
+    return content
 
 
 def write_atomically(path: Path, content: str) -> None:

@@ -102,5 +102,7 @@ def uniform(key: Tensor, counter: Tensor) -> Tensor:
 
 def normal(key: Tensor, counter: Tensor) -> Tensor:
     """Draw float32 numbers from N(0, 1), one for every element of `counter` (below 2^31)."""
-    angle, radius = uniform(key, 2 * counter), 1 - uniform(key, 2 * counter + 1)  # Box-Muller
+    # Box-Muller
+    angle = uniform(key, 2 * counter)
+    radius = 1 - uniform(key, 2 * counter + 1)
     return (-2 * radius.log()).sqrt() * torch.cos(2 * torch.pi * angle)

@@ -260,9 +260,9 @@ def answered(
     """Run a round to its end with a function that answers its requests."""
     request = next(steps)
     while True:
-        found = answer(request)
+        response = answer(request)
         try:
-            request = steps.send(found)
+            request = steps.send(response)
         except StopIteration as end:
             result: tuple[Server, RoundRecord] = end.value
             return result

@@ -57,8 +57,8 @@ class Snapshots:
 
     def stored(self) -> list[int]:
         """Return the rounds whose snapshots are there, in order."""
-        found = [_NAME.fullmatch(path.name) for path in self.folder.glob("*.safetensors")]
-        return sorted(int(match[1]) for match in found if match)
+        matches = [_NAME.fullmatch(path.name) for path in self.folder.glob("*.safetensors")]
+        return sorted(int(match[1]) for match in matches if match)
 
     def get(self, round: int) -> Snapshot:
         """Read a snapshot; a file that is not one is an error that names it."""

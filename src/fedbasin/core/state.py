@@ -81,10 +81,10 @@ def read(path: Path) -> dict[str, Leaf]:
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
     """Sum up all bytes, in the order of the names."""
-    found = 0
+    checksum = 0
     for name in sorted(tensors):
-        found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
-    return f"{found:08x}"
+        checksum = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, checksum)
+    return f"{checksum:08x}"
 
 
 def load(path: Path, template: Any) -> Any:

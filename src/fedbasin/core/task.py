@@ -266,7 +266,8 @@ class Survival(Task):
 
     def batch_loss(self, outputs: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the mean over the rows of the batch."""
-        score, time = outputs[:, 0], targets[:, 0]
+        score = outputs[:, 0]
+        time = targets[:, 0]
         weight = torch.ones_like(score) if weight is None else weight
         event = targets[:, 1].to(score.dtype) * weight
         counted = score.masked_fill(weight == 0, _HIDDEN)

@@ -54,9 +54,9 @@ class Entry:
 
     def made_from(self, files: list[SourceFile], *, by: tuple[str, ...]) -> bool:
         """Whether the entry was made from these files, as far as the named facts tell."""
-        return [[getattr(f, fact) for fact in by] for f in self.files] == [
-            [getattr(f, fact) for fact in by] for f in files
-        ]
+        ours = [[getattr(file, fact) for fact in by] for file in self.files]
+        theirs = [[getattr(file, fact) for fact in by] for file in files]
+        return ours == theirs
 
     def dataset(self, source: Source) -> Dataset:
         """Return the dataset the entry holds."""

@@ -116,7 +116,8 @@ def describe(name: str, *, data_dir: Path | None = None, cache_dir: Path | None 
     if name in EMBEDDED:
         known = EMBEDDED[name]
         return Listing(name, known.rows, known.classes, known.shape, "", known.use, "built in")
-    sources, place = resolve(name), Mirror.named(data_dir) or Hub()
+    sources = resolve(name)
+    place = Mirror.named(data_dir) or Hub()
     return _listing(sources, place, cache.cache_folder(cache_dir))
 
 
@@ -126,15 +127,15 @@ def _listing(sources: tuple[Source, ...], place: Mirror | Hub, folder: Path) -> 
         source = place.pick(sources)
         at_hand = "in folder" if isinstance(place, Mirror) else "on hub"
     except DataError:
-        source, at_hand = sources[0], "no"
-    rows, shape = source.rows or (0, 0), source.shape
+        source = sources[0]
+        at_hand = "no"
+    rows = source.rows or (0, 0)
+    shape = source.shape
     entry = cache.read(cache.entry_folder(folder, source, place.key)) if at_hand != "no" else None
     if entry is not None:
-        rows, shape, at_hand = (
-            (len(entry.train), len(entry.test)),
-            entry.train.inputs.shape[1:],
-            "decoded",
-        )
+        rows = (len(entry.train), len(entry.test))
+        shape = entry.train.inputs.shape[1:]
+        at_hand = "decoded"
     return Listing(
         source.name, rows, len(source.classes), shape, source.groups, source.paper, at_hand
     )

@@ -77,16 +77,13 @@ def _class_names(
 ) -> tuple[str, ...]:
     """Return the class names; what the files state must agree with what is expected."""
     expected = source.classes or columns[0].class_names
-    for file, found in zip(files, columns, strict=True):
+    for file, of_file in zip(files, columns, strict=True):
         # A stated list names the classes in its own words; only their number can be compared.
-        fits = (
-            len(found.class_names) == len(expected)
-            if source.classes
-            else (found.class_names == expected)
-        )
-        if found.class_names and not fits:
+        names = of_file.class_names
+        fits = len(names) == len(expected) if source.classes else names == expected
+        if names and not fits:
             raise DataError(
-                f"{file.path} has other classes ({len(found.class_names)}) than expected "
+                f"{file.path} has other classes ({len(names)}) than expected "
                 f"({len(expected)}); it is not this dataset, or another version of it"
             )
     return expected

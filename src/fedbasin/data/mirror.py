@@ -99,13 +99,14 @@ class Mirror:
         """List a source's files with their checksums, compared with SHA256SUMS where listed."""
         checked = []
         for file in self.locate(source):
-            found, listed = sha256_of(file.path), self.sums.get(file.path)
-            if listed is not None and found != listed:
+            actual = sha256_of(file.path)
+            listed = self.sums.get(file.path)
+            if listed is not None and actual != listed:
                 raise DataError(
-                    f"{file.path} is truncated or altered: its SHA-256 is {found[:12]}..., "
+                    f"{file.path} is truncated or altered: its SHA-256 is {actual[:12]}..., "
                     f"SHA256SUMS says {listed[:12]}...; copy it again"
                 )
-            checked.append(file.checked(found))
+            checked.append(file.checked(actual))
         return checked
 
     def _paths(self, repo: str) -> list[str]:

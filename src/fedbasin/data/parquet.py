@@ -111,8 +111,9 @@ def read_groups(columns: list[tuple[SourceFile, str]]) -> tuple[NDArray[np.int64
         with open_parquet(file) as reader:
             # Each name becomes a Python object once, not once a row: there may be millions of rows.
             column = _whole(file, reader, name).combine_chunks().dictionary_encode()
-            found = [names.setdefault(value, len(names)) for value in column.dictionary.to_pylist()]
-            parts.append(np.array(found, dtype=np.int64)[column.indices.to_numpy()])
+            values = column.dictionary.to_pylist()
+            numbers = [names.setdefault(value, len(names)) for value in values]
+            parts.append(np.array(numbers, dtype=np.int64)[column.indices.to_numpy()])
     ordered = sorted(names)
     rank = np.empty(len(names), dtype=np.int64)
     rank[[names[value] for value in ordered]] = np.arange(len(names))
@@ -137,12 +138,12 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _only(file: SourceFile, kind: str, found: list[str], option: str | None) -> str:
-    """Return the one column found, or say why there is no such one."""
-    if len(found) == 1:
-        return found[0]
-    seen = f"several {kind} columns ({', '.join(found)})" if found else f"no {kind} column"
-    way_out = f"; choose one with ?{option}=COLUMN" if option and found else ""
+def _only(file: SourceFile, kind: str, columns: list[str], option: str | None) -> str:
+    """Return the only column, or refuse the file because it has none or several."""
+    if len(columns) == 1:
+        return columns[0]
+    seen = f"several {kind} columns ({', '.join(columns)})" if columns else f"no {kind} column"
+    way_out = f"; choose one with ?{option}=COLUMN" if option and columns else ""
     raise DataError(f"{file.path} has {seen}, fedbasin needs exactly one{way_out}")
 
 

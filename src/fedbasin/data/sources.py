@@ -6,12 +6,12 @@ A new dataset is one entry in `SOURCES`; anything else on the Hugging Face hub i
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import parse_qsl
 
+from fedbasin.core.suggest import nearest
 from fedbasin.data import labels
 from fedbasin.data.dataset import DataError, Kind
 from fedbasin.data.embedded import EMBEDDED
@@ -106,8 +106,10 @@ class Source:
 
 
 _HALF = (0.5, 0.5, 0.5)
-_CIFAR_MEAN, _CIFAR_STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_CIFAR_MEAN = (0.491, 0.482, 0.447)
+_CIFAR_STD = (0.247, 0.243, 0.262)
+_IMAGENET_MEAN = (0.485, 0.456, 0.406)
+_IMAGENET_STD = (0.229, 0.224, 0.225)
 _CIFAR100 = ("uoft-cs/cifar100", ("cifar100",), "img")
 _CIFAR100_COMMIT = "aadb3af77e9048adbea6b47c21a81e47dd092ae5"
 
@@ -249,11 +251,10 @@ def resolve(name: str) -> tuple[Source, ...]:
         return (_from_hub_name(name),)
     if name not in SOURCES:
         known = [*EMBEDDED, *SOURCES]
-        near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}."
+        hint = nearest(name.lower().replace("_", "-"), known)
         raise DataError(
-            f"unknown dataset {name!r}: {hint} Others on the hub are {_HF_FORM}; arrays "
-            "of your own are given in Python as dataset=, when a run is resumed too"
+            f"unknown dataset {name!r}: {hint} (write others on the hub as {_HF_FORM}, and give "
+            "arrays of your own in Python as dataset=, when a run is resumed too)"
         )
     return SOURCES[name]
 

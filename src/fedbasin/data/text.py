@@ -51,7 +51,10 @@ def build_roles(
     Window k of a text holds characters 80k .. 80k + 79, its label is character 80k + 80; a text of
     length n gives floor((n - 1) / 80) windows. Roles too short for one are left out.
     """
-    inputs, labels, counts, names = [], [], [], []
+    inputs = []
+    labels = []
+    counts = []
+    names = []
     for file in files:
         check_text_columns(file, ("play", "role", "text"))
         plays, roles, texts = (read_column(file, name) for name in ("play", "role", "text"))
@@ -78,7 +81,9 @@ def build_windows(
 ) -> Contents:
     """Read windows that were cut beforehand: 80 characters, the next one, and the role."""
     part = source.parts[0]
-    inputs, label, group = part.inputs or "x", part.label or "y", part.group or "character_id"
+    inputs = part.inputs or "x"
+    label = part.label or "y"
+    group = part.group or "character_id"
     for file in files:
         check_text_columns(file, (inputs, label, group))
     labels = tokens("".join(_next_characters(f, label) for f in files), source.classes)
@@ -109,6 +114,6 @@ def _joined(file: SourceFile, first: int, values: list[Any]) -> str:
     """Join a batch of windows after checking that each has the right length."""
     for row, value in enumerate(values, first):
         if value is None or len(value) != WINDOW:
-            found = "empty" if value is None else f"{len(value)} characters long"
-            raise DataError(f"{file.path} row {row}: the text is {found}, expected {WINDOW}")
+            length = "empty" if value is None else f"{len(value)} characters long"
+            raise DataError(f"{file.path} row {row}: the text is {length}, expected {WINDOW}")
     return "".join(values)

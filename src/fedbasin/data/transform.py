@@ -113,7 +113,9 @@ def crop_and_flip(raw: Tensor, key: Tensor, padding: int) -> Tensor:
     rows, channels, height, width = raw.shape
     draw = bits(key, torch.arange(rows, device=raw.device))
     n = 2 * padding + 1
-    top, left, mirrored = draw % n, draw // n % n, draw // (n * n) % 2
+    top = draw % n
+    left = draw // n % n
+    mirrored = draw // (n * n) % 2
     down, across = (torch.arange(size, device=raw.device) for size in (height, width))
     y = down + top[:, None]  # [B, H], the row of the padded image each pixel comes from
     x = torch.where(mirrored[:, None] == 1, across.flip(0), across) + left[:, None]  # [B, W]

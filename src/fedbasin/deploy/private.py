@@ -106,7 +106,7 @@ def answer(config: ConfigRecord, counts: list[int], context: Context, method: Me
             raise Refused(f"total is {total!r}, expected rows by class of {len(counts)} classes")
         own, everyone = torch.tensor(counts), torch.tensor([int(n) for n in total])
         return _reply({"score": score_counts(method, own, everyone)})
-    raise Refused(f"unknown question {asked!r}; there is who, keys, encrypt, decrypt and score")
+    raise Refused(f"unknown question {asked!r}; available: who, keys, encrypt, decrypt, score")
 
 
 def _reply(values: dict[str, Any]) -> RecordDict:

@@ -6,17 +6,18 @@ ones; values are checked when the configuration is made, so a bad one costs no t
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from fedbasin.core.catalogue import Kind, card_of
-from fedbasin.core.expressions import ExpressionError, fit, is_fit, parse, text, title, type_name
+from fedbasin.core.expressions import ExpressionError, parse, text, title
+from fedbasin.core.reading import Reader
 from fedbasin.core.settings import write_toml
+from fedbasin.core.suggest import nearest
 from fedbasin.local.optimisers import SGD
 
 
@@ -365,36 +366,7 @@ _CHECKS = (_check_expressions, _check_ranges, _check_optimiser, _check_ray)
 
 def from_mapping(settings: Mapping[str, Any]) -> Experiment:
     """Build a configuration from nested settings; unknown keys and wrong types are errors."""
-    experiment: Experiment = _section(Experiment, settings, "")
-    return experiment
-
-
-def _section(cls: type[Any], settings: Mapping[str, Any], path: str) -> Any:
-    hints, given = get_type_hints(cls), {}
-    names = [f.name for f in fields(cls)]
-    for key, value in settings.items():
-        where = f"{path}{key}"
-        if key not in names:
-            raise ConfigError(f"unknown setting {where!r}; {_nearest(key, path, hints)}")
-        wanted = hints[key]
-        value = tuple(value) if isinstance(value, list) else value  # TOML has no tuples
-        if is_dataclass(wanted):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{where} is a section: write [{where}] and its settings below")
-            given[key] = _section(wanted, value, f"{where}.")  # type: ignore[arg-type]
-        elif is_fit(value, wanted):
-            given[key] = fit(value, wanted)
-        else:
-            raise ConfigError(f"{where} is {value!r}, it must be {type_name(wanted)}")
-    return cls(**given)
-
-
-def _nearest(key: str, path: str, hints: Mapping[str, Any]) -> str:
-    """Say what may have been meant: a name that is alike, or the same one in a section."""
-    sections = {name: get_type_hints(kind) for name, kind in hints.items() if is_dataclass(kind)}
-    inside = [f"{name}.{key}" for name, known in sections.items() if key in known]
-    close = inside or [path + name for name in difflib.get_close_matches(key, hints)]
-    return f"did you mean {' or '.join(close)}?" if close else f"there is {', '.join(hints)}"
+    return Reader(ConfigError, noun="setting").read(Experiment, settings)
 
 
 def read_experiment(path: Path) -> Experiment:
@@ -422,7 +394,7 @@ def read_preset(name: str) -> dict[str, Any]:
     files = [file for file in folder.iterdir() if file.name.endswith(".toml")]
     presets = {file.name.removesuffix(".toml"): file for file in files}
     if name not in presets:
-        raise ConfigError(f"no preset is called {name!r}; available: {', '.join(sorted(presets))}")
+        raise ConfigError(f"no preset is called {name!r}; {nearest(name, sorted(presets))}")
     return tomllib.loads(presets[name].read_text(encoding="utf-8"))
 
 

@@ -17,7 +17,9 @@ from fedbasin.core.method import Plan
 from fedbasin.core.rng import bits, fold_in
 
 # A client's key is folded with one of these, so its batches, augmentation and dropout differ.
-ORDER, AUGMENT, DROPOUT = 1, 2, 3
+ORDER = 1
+AUGMENT = 2
+DROPOUT = 3
 
 
 def steps_per_epoch(rows: int, batch: int) -> int:
@@ -71,12 +73,13 @@ def batches(
         batch: batch size, B.
         chances: [n] how likely each row is, for clients that draw with replacement.
     """
-    total, epoch = count_steps(plan, rows, batch), 0
-    found: list[Tensor] = []
-    while len(found) < total:
-        found.extend(epoch_order(key, epoch, rows, chances).split(batch))
+    total = count_steps(plan, rows, batch)
+    epoch = 0
+    steps: list[Tensor] = []
+    while len(steps) < total:
+        steps.extend(epoch_order(key, epoch, rows, chances).split(batch))
         epoch += 1
-    return found[:total]
+    return steps[:total]
 
 
 def proxy_batches(key: Tensor, epoch: int, rows: int, batch: int) -> Iterator[Tensor | None]:

@@ -180,7 +180,8 @@ def _checked(message: bytes, what: str) -> bytes:
 
 def _read_key(message: bytes, what: str) -> Any:
     """Read a key and check that it is for our scheme."""
-    checked, he = _checked(message, what), _tenseal()
+    checked = _checked(message, what)
+    he = _tenseal()
     try:
         context = he.context_from(checked)
         known = context.has_public_key() and _parameters(context) == _our_parameters()
@@ -196,7 +197,8 @@ def _read_key(message: bytes, what: str) -> Any:
 def _vector(context: Any, message: bytes, classes: int) -> Any:
     """Read encrypted counts and check how many there are."""
     what = "encrypted counts"
-    checked, he = _checked(message, what), _tenseal()
+    checked = _checked(message, what)
+    he = _tenseal()
     try:
         vector = he.bfv_vector_from(context, checked)
     except (RuntimeError, ValueError, TypeError) as error:

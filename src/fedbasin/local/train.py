@@ -135,7 +135,8 @@ class Trainer:
                 task=self.task,
             )
         point = Point(vector, state, received.buffers, carries)
-        losses, counts = [], []
+        losses = []
+        counts = []
         numbers = torch.arange(steps, device=received.key.device)
         augment, dropout = (
             fold_in(fold_in(received.key, use), numbers).unbind() for use in (AUGMENT, DROPOUT)

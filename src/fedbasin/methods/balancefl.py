@@ -37,7 +37,9 @@ from fedbasin.core.vectors import Weighting
 from fedbasin.local.losses import BalancedRows
 from fedbasin.local.step import batch_mean, one_hot
 
-_COIN, _NOISE = 1, 2  # what a step's key is folded with
+# What a step's key is folded with.
+_COIN = 1
+_NOISE = 2
 
 
 class Moments(NamedTuple):
@@ -99,7 +101,8 @@ class BalancedLearner(BalancedRows):
 
     def loss(self, carry: Teaching, value: Tensor, view: View) -> tuple[Tensor, Teaching]:
         """Replace the cross-entropy by the three terms."""
-        logits, batch = view.outputs.logits, view.batch
+        logits = view.outputs.logits
+        batch = view.batch
         owned = logits.masked_fill(~carry.owned, -torch.inf)
         noisy = self._noisy(carry, view).masked_fill(~carry.owned, -torch.inf)
         total = batch_mean(F.cross_entropy(noisy, batch.labels, reduction="none"), batch)
@@ -140,8 +143,8 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(covariance)
     least = values.amax(-1) * len(covariance) * 10 * torch.finfo(covariance.dtype).eps
     sizes = torch.where(values > least, values, 0.0).sqrt()
-    found: Tensor = (vectors * sizes) @ vectors.T
-    return found
+    root: Tensor = (vectors * sizes) @ vectors.T
+    return root
 
 
 @entry(

@@ -71,9 +71,9 @@ class ClassGradients(LocalRule):
 
     def begin(self, start: Start, net: Net) -> Gradients:
         """Turn sums into means."""
-        found: Gradients = start.survey
-        means = found.heads / found.counts.clamp(min=1)[:, None, None]
-        return Gradients(means, (found.counts > 0).to(means.dtype))
+        sums: Gradients = start.survey
+        means = sums.heads / sums.counts.clamp(min=1)[:, None, None]
+        return Gradients(means, (sums.counts > 0).to(means.dtype))
 
     def end(self, carry: Gradients, start: Start, finish: Finish) -> tuple[Any, Gradients]:
         """Report them."""
@@ -193,24 +193,27 @@ def matching_gradient(
 
         dM/df_j = 1/m (G^T q_j + W^T (p_j * s_j - p_j <p_j, s_j>)),   without the bias's column.
     """
-    width, count = head.width, features.shape[1]
+    width = head.width
+    count = features.shape[1]
     inputs = head.inputs(features)
     p = torch.softmax(inputs @ matrix.T, -1)
     q = p - torch.eye(head.classes, dtype=p.dtype, device=p.device)[:, None]
-    found = torch.einsum("cmk,cmd->ckd", q, inputs) / count
-    total, slope = _one_minus_cosine(found[..., :width], real[..., :width])
+    made = torch.einsum("cmk,cmd->ckd", q, inputs) / count
+    total, slope = _one_minus_cosine(made[..., :width], real[..., :width])
     if head.bias is not None:
-        more, last = _one_minus_cosine(found[..., width], real[..., width])
-        total, slope = total + more, torch.cat([slope, last[..., None]], -1)
+        more, last = _one_minus_cosine(made[..., width], real[..., width])
+        total = total + more
+        slope = torch.cat([slope, last[..., None]], -1)
     s = torch.einsum("ckd,cmd->cmk", slope, inputs)
     through = p * s - p * (p * s).sum(-1, keepdim=True)
     by_features = torch.einsum("cmk,ckd->cmd", q, slope[..., :width]) + through @ matrix[:, :width]
     return total, by_features / count
 
 
-def _one_minus_cosine(found: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+def _one_minus_cosine(made: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of 1 - cos over rows [..., d] and its gradient in the first."""
-    (mine, size), (theirs, _) = _units(found), _units(real)
+    mine, size = _units(made)
+    theirs, _ = _units(real)
     cosine = (mine * theirs).sum(-1, keepdim=True)
     return (1 - cosine).sum(), (mine * cosine - theirs) / size
 

@@ -168,12 +168,14 @@ class FedBE(Wrapper):
 
 def gaussian(base: Tensor, models: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Return the centre b + L U and the spread L sqrt(V), each [P]."""
-    centre, spread = base.clone(), torch.zeros_like(base)
+    centre = base.clone()
+    spread = torch.zeros_like(base)
     for part in layout.slices.values():
         moved = models[:, part] - base[part]
         lengths = moved.norm(dim=1, keepdim=True)
         units = torch.where(lengths > 0, moved / lengths, 0.0)
-        mean, length = units.mean(0), lengths.mean()
+        mean = units.mean(0)
+        length = lengths.mean()
         variance = (units.square().mean(0) - mean.square()).clamp(min=_LEAST_VARIANCE)
         centre[part] += length * mean
         spread[part] = length * variance.sqrt()

@@ -141,7 +141,9 @@ class FedCDA(Method):
         self, state: Memory, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, Memory]:
         """Remember the replies, pick a model of each client that sent one, and merge."""
-        cohort, files, now = self._checked(replies), self._files(context), context.round
+        cohort = self._checked(replies)
+        files = self._files(context)
+        now = context.round
         clients = cohort.clients.tolist()
         weights = cohort.weights if self.weighting == "samples" else torch.ones(len(clients))
         fixed = state.let_go(clients, files).remember(cohort, weights, now, files)
@@ -172,7 +174,8 @@ class FedCDA(Method):
         self, fixed: Memory, server: Tensor, clients: list[int], context: Context
     ) -> list[int]:
         """Return the round of the model picked for each client, beside those that are fixed."""
-        draws, files = context.key.fold("fedcda").numpy(), self._files(context)
+        draws = context.key.fold("fedcda").numpy()
+        files = self._files(context)
         histories = [fixed.history(n) for n in clients]
         if self.strategy == "random":
             return [int(draws.choice(rounds)) for rounds in histories]
@@ -217,7 +220,8 @@ class FedCDA(Method):
 
 def _check_merge(merge: Method) -> None:
     """Refuse a method that cannot merge picked models, saying what to write instead."""
-    base, plans = merge, False
+    base = merge
+    plans = False
     while isinstance(base, Wrapper):
         plans |= type(base).plan is not Wrapper.plan
         base = base.inner

@@ -102,7 +102,8 @@ class FedDyn(Averaging):
         """Average, then shift by the mean drift of all clients."""
         mean = self.mean(replies)
         drift = mean_drift(state.drift, server, replies, context.clients)
-        length, most = drift.norm(), self.guard * mean.norm()
+        length = drift.norm()
+        most = self.guard * mean.norm()
         over = length > most
         model = mean + torch.where(over, most / length, 1.0) * drift
         notes = FedDynNotes(length, over.to(length.dtype))

@@ -74,7 +74,8 @@ class FeatureAnchors(LocalRule):
 
     def begin(self, start: Start, net: Net) -> AnchorCarry:
         """Start with the anchors as sent."""
-        head, zero = Head.of(net.layout), torch.zeros_like(start.lr)
+        head = Head.of(net.layout)
+        zero = torch.zeros_like(start.lr)
         anchors = start.shared.anchors
         fresh = Adam.at(head.matrix(start.vector))._replace(steps=zero)
         return AnchorCarry(
@@ -88,7 +89,8 @@ class FeatureAnchors(LocalRule):
 
     def loss(self, carry: AnchorCarry, value: Tensor, view: View) -> tuple[Tensor, AnchorCarry]:
         """Pull features to their anchors, and remember the batch's class means."""
-        features, anchors = view.outputs.features, carry.shared.anchors
+        features = view.outputs.features
+        anchors = carry.shared.anchors
         assert features is not None  # Head.of has checked that there are some
         member = one_hot(view.batch.labels, view.outputs.logits)
         member = member * view.batch.weight[:, None]  # [B, classes]
@@ -120,8 +122,10 @@ class FeatureAnchors(LocalRule):
         self, carry: AnchorCarry, vector: Tensor, net: Net
     ) -> tuple[Tensor, AnchorCarry]:
         """Take one Adam step of the head on the mean cross-entropy of the anchors."""
-        head, anchors = Head.of(net.layout), carry.shared.anchors
-        matrix, inputs = head.matrix(vector), head.inputs(anchors)
+        head = Head.of(net.layout)
+        anchors = carry.shared.anchors
+        matrix = head.matrix(vector)
+        inputs = head.inputs(anchors)
         right = torch.eye(len(anchors), dtype=inputs.dtype, device=inputs.device)
         wrong = torch.softmax(inputs @ matrix.T, 1) - right
         moved, adam = carry.adam.step(matrix, wrong.T @ inputs / len(anchors), self.head_lr, _BETAS)

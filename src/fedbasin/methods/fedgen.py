@@ -41,7 +41,10 @@ from fedbasin.methods.parts.heads import Head
 
 _BETAS = (0.9, 0.999)
 _LEAST = 1e-4  # of A and B
-_NOISE, _LABELS, _MORE = 1, 2, 3  # what a key is folded with
+# What a key is folded with.
+_NOISE = 1
+_LABELS = 2
+_MORE = 3
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ class GeneratedFeatures(LocalRule):
         flat, known, strengths = carry.shared
         head = Head.of(view.net.layout)
         generate = Generator(self.noise, head.classes, self.hidden, head.width)
-        labels, rows = view.batch.labels, len(view.batch.labels)
+        labels = view.batch.labels
+        rows = len(labels)
         other = labels_at(fold_in(view.key, _LABELS), rows, known)
         features = generate(
             flat, noise_at(fold_in(view.key, _NOISE), rows, self.noise, known), other
@@ -257,10 +261,13 @@ class FedGEN(Averaging):
         mean = self.mean(replies)
         head = Head.of(context.layout)
         counts = replies.report(Counts).counts * (replies.weights > 0)[:, None]
-        matrices, owned = head.matrix(replies.models), counts.sum(0)
+        matrices = head.matrix(replies.models)
+        owned = counts.sum(0)
         share = counts / owned.clamp(min=1)
         generate = Generator(self.noise, head.classes, self.hidden, head.width)
-        flat, adam, loss = state.generator, state.adam, mean.new_zeros(())
+        flat = state.generator
+        adam = state.adam
+        loss = mean.new_zeros(())
         lr = self.lr * self.decay**context.round
         for step in range(self.steps):
             key = context.key.fold("fedgen", step).tensor(mean.device)

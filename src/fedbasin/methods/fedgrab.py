@@ -92,7 +92,8 @@ class GradientBalancer(LocalRule):
 
     def loss(self, carry: Control, value: Tensor, view: View) -> tuple[Tensor, Control]:
         """Weigh the gradients of each class's logit."""
-        logits, batch = view.outputs.logits, view.batch
+        logits = view.outputs.logits
+        batch = view.batch
         numbers = self._controlled(carry)
         u = numbers[_OUTPUT]
         hit = one_hot(batch.labels, logits)

@@ -50,8 +50,11 @@ from fedbasin.methods.parts.mixture import CURVES, Mixture, Parameterisation
 
 Learn = Literal["both", "gamma", "lambda", "none"]
 _HALVED_EVERY = 20  # epochs
-# swa: epochs along a cosine of so many epochs, epochs of rising, and the learning rate reached.
-_SETTLE, _COSINE, _RISE, _SWA_LR = 6, 100, 10, 0.05
+# Of swa.
+_SETTLE = 6  # epochs along a cosine
+_COSINE = 100  # epochs of that cosine
+_RISE = 10  # epochs of rising
+_SWA_LR = 0.05  # the learning rate reached
 _PROGRESS = 1e-4  # a fall of the loss by a smaller share is a plateau
 
 
@@ -203,7 +206,8 @@ class FedLAW(Method):
         """Return which of (z, c) move, 1 or 0, and their lower and upper ends."""
         moves = torch.full_like(free, float(stage.weights and merge.differ))
         moves[-1] = float(stage.gamma)
-        lowest, highest = torch.full_like(free, -math.inf), torch.full_like(free, math.inf)
+        lowest = torch.full_like(free, -math.inf)
+        highest = torch.full_like(free, math.inf)
         if stage.gamma and self.guard:
             mean = merge.mean(merge.read(free)[0])
             with torch.no_grad():
@@ -222,7 +226,8 @@ class FedLAW(Method):
             return free
         adam = Adam.at(free)
         late: list[Tensor] = []
-        best, idle = math.inf, 0
+        best = math.inf
+        idle = 0
         for epoch in range(stage.epochs):
             losses = []
             for rows in proxy_batches(key.tensor(free.device), epoch, proxy.size, self.batch):
@@ -234,7 +239,11 @@ class FedLAW(Method):
                 late += [free] if epoch >= _SETTLE else []
             elif self.patience:
                 mean = float(torch.stack(losses).mean())
-                best, idle = (mean, 0) if mean < best * (1 - _PROGRESS) else (best, idle + 1)
+                if mean < best * (1 - _PROGRESS):
+                    best = mean
+                    idle = 0
+                else:
+                    idle += 1
                 if idle >= self.patience:
                     break
         return torch.stack(late).mean(0) if late else free

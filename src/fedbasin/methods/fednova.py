@@ -85,5 +85,5 @@ class FedNova(Method):
         if not pull:
             return replies.effective_steps
         count = context.effective_steps or SGD().effective_steps
-        found = [count(int(steps), pull) for steps in replies.steps.tolist()]
-        return torch.tensor(found, dtype=torch.float64, device=replies.models.device)
+        lengths = [count(int(steps), pull) for steps in replies.steps.tolist()]
+        return torch.tensor(lengths, dtype=torch.float64, device=replies.models.device)

@@ -254,7 +254,8 @@ class FedWCM(ScoresCounts, Method):
 
     def score_counts(self, counts: Tensor, total: Tensor) -> float:
         """Return s_k as client k computes it, once D is announced."""
-        mine, overall = census(counts[None]), census(total[None]).overall
+        mine = census(counts[None])
+        overall = census(total[None]).overall
         return float(SCORES[self.score](mine._replace(overall=overall))[0])
 
     def _known(self, context: Context) -> tuple[Census, Tensor]:

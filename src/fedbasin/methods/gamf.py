@@ -96,10 +96,11 @@ class GAMF(Wrapper):
         # In the order of ids, so that the replies' order decides nothing.
         counted = torch.nonzero(replies.weights > 0)[:, 0]
         counted = counted[replies.clients[counted].argsort()]
-        models, moved = replies.models, 0.0
+        models = replies.models
+        moved = 0.0
         if self.sweeps and groups and len(counted) > 1:
-            found, orders = Matching(self, models[counted], context.layout, groups).run()
-            models = models.index_copy(0, counted, found)
+            matched, orders = Matching(self, models[counted], context.layout, groups).run()
+            models = models.index_copy(0, counted, matched)
             moved = orders.moved()
         served, inner = self.inner.aggregate(
             state.inner, server, replace(replies, models=models), context
@@ -118,10 +119,10 @@ class GAMF(Wrapper):
 
     def levels(self) -> list[float]:
         """Return the temperatures of the annealing."""
-        found = [self.tau]
-        while found[-1] * self.decay >= self.tau_end:
-            found.append(found[-1] * self.decay)
-        return found
+        temperatures = [self.tau]
+        while temperatures[-1] * self.decay >= self.tau_end:
+            temperatures.append(temperatures[-1] * self.decay)
+        return temperatures
 
 
 class Matching:
@@ -130,7 +131,10 @@ class Matching:
     def __init__(
         self, method: GAMF, models: Tensor, layout: Layout, groups: tuple[Group, ...]
     ) -> None:
-        self.method, self.models, self.layout, self.groups = method, models, layout, groups
+        self.method = method
+        self.models = models
+        self.layout = layout
+        self.groups = groups
         like = torch.float32 if models.dtype != torch.float64 else torch.float64
         self.soft = [
             torch.eye(g.size, dtype=like, device=models.device).repeat(len(models), 1, 1)
@@ -173,7 +177,8 @@ class Matching:
                     self.soft[g][i] = order
             if not changed:
                 break
-        new, orders = self.models.clone(), Orders(len(self.models), self.groups)
+        new = self.models.clone()
+        orders = Orders(len(self.models), self.groups)
         for g, group in enumerate(self.groups):
             for i in range(1, len(new)):
                 order = self.soft[g][i].argmax(0)  # which unit stands in each common place
@@ -186,8 +191,8 @@ class Matching:
 
     def _hard(self, affinity: Tensor, group: Group) -> Tensor:
         """Return the best permutation matrix [n, n] for an affinity of units to places."""
-        (found,) = best_orders(affinity.T[None], group.blocks)
-        order = np.arange(group.size) if found is None else found
+        (best,) = best_orders(affinity.T[None], group.blocks)
+        order = np.arange(group.size) if best is None else best
         # Row p of a reordered identity says which unit stands in place p.
         return torch.eye(len(order), dtype=affinity.dtype, device=affinity.device)[
             torch.from_numpy(order).to(affinity.device)
@@ -195,7 +200,8 @@ class Matching:
 
     def _unsettled(self, g: int) -> bool:
         """Whether an assignment would move some unit of a group."""
-        sides, everyone = self._sides(g), range(len(self.models))
+        sides = self._sides(g)
+        everyone = range(len(self.models))
         affinity = torch.stack([self._affinity(g, i, sides, everyone) for i in everyone])
         orders = best_orders(affinity.transpose(1, 2), self.groups[g].blocks)
         return any(order is not None for order in orders)
@@ -216,8 +222,11 @@ class Matching:
         below: list[Tensor] = []
         above: list[Tensor] = []
         for place in self.groups[g].places:
-            found = rows(self._others_placed(g, place), place)
-            (below if place.axis == 0 else above).append(found)
+            part = rows(self._others_placed(g, place), place)
+            if place.axis == 0:
+                below.append(part)
+            else:
+                above.append(part)
         return [torch.cat(side, 2) for side in (below, above) if side]
 
     def _others_placed(self, g: int, place: Place) -> Tensor:
@@ -238,7 +247,8 @@ class Matching:
 
 def distances(row: Tensor, others: Tensor) -> Tensor:
     """Return the squared distances of rows [n, E] to those of others [M, n, E], over their mean."""
-    lengths, theirs = row.square().sum(1), others.square().sum(2)
+    lengths = row.square().sum(1)
+    theirs = others.square().sum(2)
     square = lengths[None, :, None] + theirs[:, None, :] - 2 * row @ others.transpose(1, 2)
     square = square.clamp(min=0)
     return square / square.mean().clamp(min=torch.finfo(square.dtype).tiny)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 # What is known of an axis: the atom of each entry, or that it must not move, or that it is free
 # to (all entries are equal, as of zeros).
-FIXED, FREE = "fixed", "free"
+FIXED = "fixed"
+FREE = "free"
 Axis = np.ndarray | str
 Axes = list[Axis]
 
@@ -76,10 +77,10 @@ class Atoms:
 
 def tensors_in(args: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among the arguments of an operation."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for each in args:
         if isinstance(each, Tensor):
-            found.append(each)
+            tensors.append(each)
         elif isinstance(each, list | tuple):
-            found += tensors_in(each)
-    return found
+            tensors += tensors_in(each)
+    return tensors

@@ -27,7 +27,8 @@ class Conv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution of a batch [B, C, H, W]."""
-        bias, device = self.bias, input.device.type
+        bias = self.bias
+        device = input.device.type
         if not side_by_side(self, input) or not self._plain():
             return super().forward(input)
         weight, padding = self._seen(input.shape[2:])
@@ -38,7 +39,8 @@ class Conv2d(nn.Conv2d):
         if weight.dtype == torch.float64 or not torch.backends.cudnn.allow_tf32:
             return super().forward(input)
         # here and not further in, so that gradients are made of the same copies
-        input, weight = input if input.shape[1] < FEW else _inside(input), _inside(weight)
+        input = input if input.shape[1] < FEW else _inside(input)
+        weight = _inside(weight)
         how = (self.stride[0], padding)
         outputs: Tensor = Convolution.apply(input, weight, bias, *how)  # type: ignore[no-untyped-call]
         return outputs
@@ -49,11 +51,14 @@ class Conv2d(nn.Conv2d):
         On images no larger than the padding the outer taps meet zeros alone: of a 3 x 3 window on
         1 x 1 images, the last stage of ResNet-18 on 32 x 32 ones, a single tap is left.
         """
-        weight, stride, padding = self.weight, self.stride[0], int(self.padding[0])
+        weight = self.weight
+        stride = self.stride[0]
+        padding = int(self.padding[0])
         ends = []
         for length, taps in zip(size, weight.shape[2:], strict=True):
             outputs = (length + 2 * padding - taps) // stride + 1
-            first, end = max(0, padding - (outputs - 1) * stride), min(taps, length + padding)
+            first = max(0, padding - (outputs - 1) * stride)
+            end = min(taps, length + padding)
             ends.append((first, end))
             same = outputs == (length + 2 * (padding - first) - (end - first)) // stride + 1
             if first >= end or not same or first != ends[0][0]:
@@ -110,8 +115,8 @@ def _of_clients(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             each.reshape(-1, *each.shape[len(lead) :]) if isinstance(each, Tensor) else each
             for each in args
         ]
-        found = function(*one)
-        return found.unflatten(0, lead) if lead else found[0]
+        result = function(*one)
+        return result.unflatten(0, lead) if lead else result[0]
 
     return of_any
 
@@ -146,7 +151,10 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the images, if anybody asks for them, of weights and biases."""
         x, w = ctx.saved_tensors
-        dx, size, window, inside = None, list(x.shape[2:]), list(w.shape[2:]), _inside(dy)
+        dx = None
+        size = list(x.shape[2:])
+        window = list(w.shape[2:])
+        inside = _inside(dy)
         if ctx.needs_input_grad[0]:
             turned = w if halves(w) else _inside(w.transpose(0, 1)).transpose(0, 1)
             dx = last(image_gradients(inside, turned, size, ctx.stride, ctx.padding))
@@ -247,8 +255,8 @@ def weight_gradients(dy: Tensor, x: Tensor, window: list[int], stride: int, padd
         return kernels.weight_gradients(dy, x, window, stride, padding)
     shape = (len(x) * dy.shape[2], x.shape[2], *window)
     dw = grad.conv2d_weight(_grouped(x), shape, _grouped(dy), stride, padding, groups=len(x))
-    found = _shape_of_weights(dy, x, window, stride, padding)
-    return found.copy_(dw.unflatten(0, (len(x), -1)))
+    gradients = _shape_of_weights(dy, x, window, stride, padding)
+    return gradients.copy_(dw.unflatten(0, (len(x), -1)))
 
 
 def _shape_of_outputs(
@@ -267,8 +275,8 @@ def _shape_of_weights(
 ) -> Tensor:
     sums = torch.promote_types(x.dtype, torch.float32)
     if halves(x):
-        found = x.new_empty(x.shape[0], dy.shape[2], *window, x.shape[2], dtype=sums)
-        return found.permute(0, 1, 4, 2, 3)
+        gradients = x.new_empty(x.shape[0], dy.shape[2], *window, x.shape[2], dtype=sums)
+        return gradients.permute(0, 1, 4, 2, 3)
     return x.new_empty(x.shape[0], dy.shape[2], x.shape[2], *window, dtype=sums)
 
 

@@ -306,7 +306,8 @@ def _multiplied(
     """Launch `_product` on weights [A, N, K, L, C], of which single floats lie just so."""
     x = x if x.shape[2] < FEW else channels_inside(x)
     w = w if halves(w) else w.contiguous()
-    (clients, batch, channels, height, width), outputs = x.shape, w.shape[1]
+    clients, batch, channels, height, width = x.shape
+    outputs = w.shape[1]
     apart = stride if back else 1
     positions = batch * -(-size[0] // apart) * -(-size[1] // apart)  # of pixels that lie so apart
     (*blocks, warps, stages) = _blocks(positions, outputs, channels, clients * apart**2, halves(x))
@@ -361,12 +362,16 @@ def _summed(
     """Launch a kernel on gradients of outputs [A, N, B, OH, OW] and images, and add its parts."""
     inside = kernel is _outer_inside
     clients, batch, channels, height, width = x.shape
-    outputs, size = dy.shape[1], dy.shape[3:]
-    positions, taps = batch * size[0] * size[1], window[0] * window[1]
+    outputs = dy.shape[1]
+    size = dy.shape[3:]
+    positions = batch * size[0] * size[1]
+    taps = window[0] * window[1]
     block_n = min(128, max(16, triton.next_power_of_2(outputs)))
-    block_k, block_m = (64, 32)
+    block_k = 64
+    block_m = 32
     if inside:
-        block_k, block_m = min(128, max(16, triton.next_power_of_2(taps * channels))), 64
+        block_k = min(128, max(16, triton.next_power_of_2(taps * channels)))
+        block_m = 64
     tiles = triton.cdiv(taps * channels, block_k) * triton.cdiv(outputs, block_n)
     split = max(1, min(2 * _PROGRAMS // (tiles * clients), positions // (8 * block_m)))
     shape = (*window, channels) if inside else (channels, *window)
@@ -378,8 +383,8 @@ def _summed(
         num_warps=4,
         num_stages=3,
     )
-    found = dw.sum(0) if split > 1 else dw[0]
-    return found.permute(0, 1, 4, 2, 3) if inside else found
+    total = dw.sum(0) if split > 1 else dw[0]
+    return total.permute(0, 1, 4, 2, 3) if inside else total
 
 
 def channels_inside(x: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ def densenet121(shape: Shape, classes: int, *, norm: str = "group", groups: int 
         norm: "group" (GroupNorm of `groups` groups), "batch" or "none".
         groups: see `norm`.
     """
-    growth, stages = 32, (6, 12, 24, 16)
+    growth = 32
+    stages = (6, 12, 24, 16)
     make_norm = parts.norm_layer(norm, groups)
     channels = 2 * growth
     inputs = parts.image_channels("densenet121", shape)

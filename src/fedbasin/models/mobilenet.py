@@ -87,7 +87,8 @@ def mobilenetv2(
     """
     first_stride = 1 if parts.one_of("stem", stem, ("imagenet", "cifar")) == "cifar" else 2
     make_norm = parts.norm_layer(norm, groups)
-    inputs, channels = parts.image_channels("mobilenetv2", shape), 32
+    inputs = parts.image_channels("mobilenetv2", shape)
+    channels = 32
     layers: Layers = OrderedDict(
         conv=Conv2d(inputs, channels, 3, first_stride, padding=1, bias=False),
         norm=make_norm(channels),
@@ -95,7 +96,9 @@ def mobilenetv2(
     )
     for stage, (expansion, width, count, stride) in enumerate(_STAGES, start=1):
         for block in range(1, count + 1):
-            step = 1 if block > 1 else min(stride, first_stride) if stage == 2 else stride
+            step = stride if block == 1 else 1
+            if block == 1 and stage == 2:
+                step = min(stride, first_stride)
             layers[f"stage{stage}_{block}"] = InvertedResidual(
                 channels, width, expansion, step, make_norm
             )

@@ -59,8 +59,10 @@ class Normalisation(torch.autograd.Function):
         All sums come from those of dy and of n dy over positions, taken in one pass.
         """
         x, w, mean, scale = ctx.saved_tensors
-        wide, given = _grouped(x, ctx.groups), _grouped(dy, ctx.groups)
-        normal, weights = (wide - mean) * scale, w.unflatten(0, (ctx.groups, -1))
+        wide = _grouped(x, ctx.groups)
+        given = _grouped(dy, ctx.groups)
+        normal = (wide - mean) * scale
+        weights = w.unflatten(0, (ctx.groups, -1))
         sums = [each.sum(_positions(x), keepdim=True) for each in (given, given * normal)]
         of_group = wide[0].numel() // ctx.groups
         plain, along = ((weights * each).sum(-1, keepdim=True) / of_group for each in sums)

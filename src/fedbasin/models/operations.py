@@ -29,7 +29,8 @@ def _convolution(
     atoms: Atoms, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> None:
     """Input channels meet the weight's second axis; with one filter a channel, its first."""
-    transposed, groups = rest[3], rest[5]
+    transposed = rest[3]
+    groups = rest[5]
     channels, filters = atoms.axes(x), atoms.axes(weight)
     atoms.pin(channels[0], *channels[2:], *filters[2:])
     if transposed or groups not in (1, x.shape[1]) or (groups > 1 and len(weight) != groups):
@@ -113,13 +114,19 @@ def _view(atoms: Atoms, out: Tensor, x: Tensor, *_: Any) -> None:
     result: Axes = [FIXED] * out.dim()
     i = j = 0
     while i < x.dim() and j < out.dim():
-        first, start = i, j
-        left, right, i, j = x.shape[i], out.shape[j], i + 1, j + 1
+        first = i
+        start = j
+        left = x.shape[i]
+        right = out.shape[j]
+        i += 1
+        j += 1
         while left != right:
             if left < right:
-                left, i = left * x.shape[i], i + 1
+                left *= x.shape[i]
+                i += 1
             else:
-                right, j = right * out.shape[j], j + 1
+                right *= out.shape[j]
+                j += 1
         result[start:j] = _run(axes[first:i], x.shape[first:i], out.shape[start:j])
     atoms.keep(out, result)
 

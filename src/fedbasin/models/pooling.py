@@ -30,7 +30,8 @@ class MaxPool2d(nn.MaxPool2d):
 
     def _halves(self) -> bool:
         """Whether it halves height and width, and does nothing else."""
-        two, plain = (2, (2, 2)), (0, (0, 0))
+        two = (2, (2, 2))
+        plain = (0, (0, 0))
         apart = self.kernel_size in two and self.stride in two and self.padding in plain
         return apart and self.dilation in (1, (1, 1)) and not self.ceil_mode
 

@@ -108,8 +108,8 @@ def _enter(
 ) -> None:
     """Note which entries of an axis belong to which unit."""
     order = np.argsort(units, kind="stable")
-    found, starts = np.unique(units[order], return_index=True)
-    for each, positions in zip(found, np.split(order, starts[1:]), strict=True):
+    distinct, starts = np.unique(units[order], return_index=True)
+    for each, positions in zip(distinct, np.split(order, starts[1:]), strict=True):
         if each != fixed:
             entries[int(each)][place] = positions
 

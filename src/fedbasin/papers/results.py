@@ -14,11 +14,11 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_type_hints
+from typing import Any
 
 from fedbasin import data
-from fedbasin.core.expressions import fit, is_fit, type_name
 from fedbasin.core.lock import take
+from fedbasin.core.reading import Reader
 from fedbasin.core.record import RoundRecord, RunFolder, rounds_to_target
 from fedbasin.data.sources import SOURCES
 from fedbasin.papers.grid import CellRun, experiment_of, fingerprint
@@ -187,14 +187,11 @@ def parse(text: str, where: str) -> list[Result]:
 
 
 def _result(raw: Any, where: str) -> Result:
-    hints = get_type_hints(Result)
-    # lines of older versions have no accuracies
-    if not isinstance(raw, dict) or {*raw, "accuracies"} != {f.name for f in fields(Result)}:
-        raise PaperError(f"{where}: the fields must be {', '.join(hints)}")
-    for name, value in raw.items():
-        if not is_fit(value, hints[name]):
-            raise PaperError(f"{where}: {name} is {value!r}, it must be {type_name(hints[name])}")
-    return Result(**{name: fit(value, hints[name]) for name, value in raw.items()})
+    names = [f.name for f in fields(Result)]
+    # lines written before accuracies were kept have none
+    if not isinstance(raw, dict) or {*raw, "accuracies"} != set(names):
+        raise PaperError(f"{where}: the fields must be {', '.join(names)}")
+    return Reader(PaperError, where).read(Result, raw)
 
 
 @cache

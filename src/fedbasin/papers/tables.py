@@ -10,17 +10,17 @@ of the row or of the column, with every ``{name}`` replaced from `values`.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal
 
-from fedbasin.core.expressions import fit, is_fit, type_name
+from fedbasin.core.reading import Reader
+from fedbasin.core.suggest import nearest
 
 Mark = Literal["unreadable", "figure", "not reported", "diverged"]
 MARKS: dict[str, str] = {
@@ -29,7 +29,6 @@ MARKS: dict[str, str] = {
     "not reported": "not in the paper",
     "diverged": "the paper says that it did not converge",
 }
-_T = TypeVar("_T")
 
 
 class PaperError(ValueError):
@@ -231,17 +230,14 @@ def load_paper(name: str) -> Paper:
     """Read the description of a paper."""
     where = f"{name}/paper.toml"
     text = (_folder(name) / "paper.toml").read_text(encoding="utf-8")
-    return _build(Paper, {**_toml(text, where), "name": name}, where)
+    return Reader(PaperError, where).read(Paper, {**_toml(text, where), "name": name})
 
 
 @cache
 def load_table(name: str) -> Table:
     """Read a table by its name."""
     if name not in table_names():
-        close = difflib.get_close_matches(name, table_names(), n=3, cutoff=0.4)
-        raise PaperError(
-            f"no table is called {name!r}; available: {', '.join(close or table_names())}"
-        )
+        raise PaperError(f"no table is called {name!r}; {nearest(name, table_names())}")
     paper, _, item = name.partition("/")
     return read_table((_folder(paper) / f"{item}.toml").read_text(encoding="utf-8"), name)
 
@@ -249,16 +245,8 @@ def load_table(name: str) -> Table:
 def read_table(text: str, name: str) -> Table:
     """Read and check a table's TOML; errors name the file, the field and the value."""
     where = f"{name}.toml"
-    raw = _toml(text, where)
-    for key in ("rows", "columns"):
-        raw[key] = tuple(_axes(raw.get(key, []), f"{where}: {key}"))
-    raw["findings"] = tuple(
-        _build(Finding, finding, f"{where}: findings[{i}]")
-        for i, finding in enumerate(raw.get("findings", []))
-    )
-    if "score" in raw:
-        raw["score"] = _score(raw["score"], f"{where}: score")
-    table = _build(Table, {**raw, "name": name}, where)
+    table = Reader(PaperError, where).read(Table, {**_toml(text, where), "name": name})
+    _check_scores(table, where)
     _check(table, where)
     return table
 
@@ -270,45 +258,21 @@ def _toml(text: str, where: str) -> dict[str, Any]:
         raise PaperError(f"{where} is not TOML: {error}") from error
 
 
-def _axes(raw: Any, where: str) -> Iterable[Axis]:
-    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
-        raise PaperError(f"{where} is {raw!r}, it must be an array of tables")
-    for place, item in enumerate(raw):
-        here = f"{where}[{place}]"
-        if "score" in item:
-            item = {**item, "score": _score(item["score"], f"{here}.score")}
-        yield _build(Axis, item, here)
+def _check_scores(table: Table, where: str) -> None:
+    _check_score(table.score, f"{where}: score")
+    for kind, axes in (("rows", table.rows), ("columns", table.columns)):
+        for place, axis in enumerate(axes):
+            if axis.score is not None:
+                _check_score(axis.score, f"{where}: {kind}[{place}].score")
 
 
-def _score(raw: Any, where: str) -> Score:
-    score = _build(Score, raw, where)
+def _check_score(score: Score, where: str) -> None:
     if score.last < 1:
         raise PaperError(f"{where}.last is {score.last}, it must be at least 1")
     if score.kind == "rounds_to_target" and not 0 < score.target <= 100:
         raise PaperError(f"{where}.target is {score.target}, it must be a percentage")
     if score.kind == "note" and (not score.note or len(score.between) != 2):
         raise PaperError(f"{where} needs note = a name and between = [first, last]")
-    return score
-
-
-def _build(cls: type[_T], raw: Any, where: str) -> _T:
-    """Make a dataclass of a mapping: known fields of the right type only, none missing."""
-    if not isinstance(raw, Mapping):
-        raise PaperError(f"{where} is {raw!r}, it must be a table of fields")
-    hints, given = get_type_hints(cls), {}
-    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-    for key, value in raw.items():
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or list(known)
-            raise PaperError(f"{where}: unknown field {key!r}; there is {', '.join(close)}")
-        value = tuple(value) if isinstance(value, list) else value
-        if not is_fit(value, hints[key]):
-            raise PaperError(f"{where}: {key} is {value!r}, it must be {type_name(hints[key])}")
-        given[key] = fit(value, hints[key])
-    for name, of in known.items():
-        if name not in given and of.default is MISSING and of.default_factory is MISSING:
-            raise PaperError(f"{where}: {name} is missing")
-    return cls(**given)
 
 
 def _check(table: Table, where: str) -> None:
@@ -348,7 +312,7 @@ def _check_numbers(table: Table, where: str) -> None:
         for row, numbers in cells.items():
             here = f"{where}: {kind}.{row!r}"
             if row not in names:
-                raise PaperError(f"{here} is not a row; available: {', '.join(names)}")
+                raise PaperError(f"{here} is not a row; {nearest(row, names)}")
             if not isinstance(numbers, list) or len(numbers) != len(table.columns):
                 raise PaperError(
                     f"{here} is {numbers!r}, it must hold {len(table.columns)} cells, one a column"
@@ -367,9 +331,6 @@ def select(axes: tuple[Axis, ...], patterns: str, what: str) -> list[Axis]:
         matching = [axis for axis in axes if fnmatchcase(axis.name, pattern)]
         if not matching:
             names = [axis.name for axis in axes]
-            close = difflib.get_close_matches(pattern, names, n=4, cutoff=0.4) or names
-            raise PaperError(
-                f"{what}: nothing is called {pattern!r}; available: {', '.join(close)}"
-            )
+            raise PaperError(f"{what}: nothing is called {pattern!r}; {nearest(pattern, names)}")
         chosen += [axis for axis in matching if axis not in chosen]
     return [axis for axis in axes if axis in chosen]

@@ -165,7 +165,8 @@ def grouped_dirichlet(
     shuffled = rng.permutation(pool.rows)
     bounds = np.append(np.arange(0, clients, group), clients)
     edges = bounds * pool.rows // clients
-    order, sizes = [], []
+    order = []
+    sizes = []
     for members, start, stop in zip(np.diff(bounds), edges[:-1], edges[1:], strict=True):
         rows = shuffled[start:stop]
         class_sizes = np.bincount(pool.labels[rows], minlength=pool.classes)

@@ -83,7 +83,8 @@ def domain_skew(
             f"clients is {clients}: the data has {len(domains)} domains that get as many clients "
             f"each; give {max(each, 1) * len(domains)} or {(each + 1) * len(domains)}"
         )
-    order, sizes = [], []
+    order = []
+    sizes = []
     for one in range(len(domains)):
         rows = np.flatnonzero(domain == one)
         part = pool.only(rows)

@@ -21,7 +21,8 @@ def listed(labels: Ints, counts: Ints, rng: np.random.Generator) -> Ints:
     """
     shuffled = rng.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    had, used = np.bincount(labels, minlength=counts.shape[1]), counts.sum(axis=0)
+    had = np.bincount(labels, minlength=counts.shape[1])
+    used = counts.sum(axis=0)
     place = np.arange(len(labels)) - np.repeat(np.cumsum(had) - had, had)  # place within the class
     dealt = by_class[place < np.repeat(used, had)]
     owner = np.repeat(np.tile(np.arange(counts.shape[0]), counts.shape[1]), counts.T.ravel())
@@ -96,7 +97,8 @@ def take(need: Ints, prior: Floats, left: Ints, rng: np.random.Generator) -> Int
         left: rows of each class, [C].
         rng: the source of the draws.
     """
-    need, left = need.copy(), left.copy()
+    need = need.copy()
+    left = left.copy()
     taken = np.zeros(prior.shape, dtype=np.int64)
     while need.any():
         open_classes = np.flatnonzero(left)

@@ -47,5 +47,5 @@ def evened(labels: Ints, classes: int) -> Ints:
     """
     whole("classes", classes)
     most = int(Pool(labels, classes).class_sizes.max())
-    found = [np.flatnonzero(np.asarray(labels) == label) for label in range(classes)]
-    return np.sort(np.concatenate([np.resize(rows, most) for rows in found if rows.size]))
+    by_class = [np.flatnonzero(np.asarray(labels) == label) for label in range(classes)]
+    return np.sort(np.concatenate([np.resize(rows, most) for rows in by_class if rows.size]))

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.sink import FunctionSink, Sink, SinkError
+from fedbasin.core.suggest import nearest
 from fedbasin.sinks.mlflow import MLflow
 from fedbasin.sinks.tensorboard import TensorBoard
 from fedbasin.sinks.wandb import WandB
@@ -44,7 +45,7 @@ def refuse_across_processes(log: Sequence[Target], jobs: int) -> None:
 
 def _named(name: str) -> Sink:
     if name not in SINKS:
-        raise SinkError(f"log: {name!r} is no sink; available: {', '.join(SINKS)}")
+        raise SinkError(f"log: {name!r} is no sink; {nearest(name, SINKS)}")
     kind = SINKS[name]
     if find_spec(kind.package) is None:
         raise SinkError(

@@ -128,8 +128,8 @@ def _experiment(client: MlflowClient, name: str) -> str:
             known = client.get_experiment_by_name(name)  # another process may have been faster
             if known is None:
                 raise
-    found: str = known.experiment_id
-    return found
+    experiment: str = known.experiment_id
+    return experiment
 
 
 def _allowed(name: str) -> str:

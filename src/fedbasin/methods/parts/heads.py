@@ -55,7 +55,8 @@ class Head:
         parts = [(self.weight, matrix[:, : self.width].reshape(-1))]
         if self.bias is not None:
             parts.append((self.bias, matrix[:, self.width]))
-        pieces, done = [], 0
+        pieces = []
+        done = 0
         for place, part in sorted(parts, key=lambda p: p[0].start):
             pieces += [vector[done : place.start], part]
             done = place.stop

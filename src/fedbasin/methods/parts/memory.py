@@ -48,11 +48,16 @@ class Memory:
         self, replies: Replies, weights: Tensor, round: int, archive: Archive | None
     ) -> Memory:
         """Put each reply in the place of its client's oldest record, with its weight [C]."""
-        models, rounds, losses = list(self.models), self.rounds.clone(), self.losses.clone()
-        squares, work, known = self.squares.clone(), self.work.clone(), self.weights.clone()
+        models = list(self.models)
+        rounds = self.rounds.clone()
+        losses = self.losses.clone()
+        squares = self.squares.clone()
+        work = self.work.clone()
+        known = self.weights.clone()
         done = torch.stack([replies.steps, replies.lr_sum, replies.effective_steps], 1).to(work)
         for row, n in enumerate(replies.clients.tolist()):
-            model, oldest = replies.models[row], int(rounds[n].argmin())
+            model = replies.models[row]
+            oldest = int(rounds[n].argmin())
             rounds[n, oldest] = round
             losses[n, oldest] = float(replies.last_loss[row])
             exact = model.double()
@@ -71,7 +76,8 @@ class Memory:
         self, clients: Sequence[int], rounds: Sequence[int], archive: Archive | None
     ) -> Memory:
         """Pick the records of these rounds for clients that have none picked."""
-        total, picked = self.total.clone(), self.picked.clone()
+        total = self.total.clone()
+        picked = self.picked.clone()
         for n, round in zip(clients, rounds, strict=True):
             model = self.model(n, round, archive)
             total.add_(model.to(total.device), alpha=float(self.weights[n]))
@@ -80,7 +86,8 @@ class Memory:
 
     def let_go(self, clients: Sequence[int], archive: Archive | None) -> Memory:
         """Take the picked models of these clients out of the sum."""
-        total, picked = self.total.clone(), self.picked.clone()
+        total = self.total.clone()
+        picked = self.picked.clone()
         for n in clients:
             if picked[n] >= 0:
                 model = self.model(n, int(picked[n]), archive)

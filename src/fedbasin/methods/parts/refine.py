@@ -76,8 +76,12 @@ class Refinement:
         adam = Adam.at(vector)
         state = sgd.init(vector)
         total = self.epochs * math.ceil(len(rows) / self.batch)
-        best, least, idle = vector, self._watched(vector, proxy, held), 0
-        taken, summed, step = 0, torch.zeros_like(vector), 0
+        best = vector
+        least = self._watched(vector, proxy, held)
+        idle = 0
+        taken = 0
+        summed = torch.zeros_like(vector)
+        step = 0
         order = key.fold("order").tensor(vector.device)
         for epoch in range(self.epochs):
             for chosen in proxy_batches(order, epoch, len(rows), self.batch):
@@ -91,12 +95,16 @@ class Refinement:
                 step += 1
                 late = step - self.average_from
                 if self.average_every and late >= 0 and late % self.average_every == 0:
-                    taken, summed = taken + 1, summed + vector
+                    taken += 1
+                    summed = summed + vector
             if aside:
                 value = self._watched(vector, proxy, held)
-                better = value < least
-                best, least = (vector, value) if better else (best, least)
-                idle = 0 if better else idle + 1
+                if value < least:
+                    best = vector
+                    least = value
+                    idle = 0
+                else:
+                    idle += 1
                 if self.patience and idle >= self.patience:
                     break
         if taken:

@@ -44,7 +44,8 @@ def gram(rows: Sequence[Tensor], centre: Tensor, fixed: Tensor) -> np.ndarray:
         centre: [P], taken from each of them.
         fixed: [P] in float64, the sum S_0 of vectors that are centred already.
     """
-    count, width = len(rows) + 1, max(1, _BLOCK // (len(rows) + 1))
+    count = len(rows) + 1
+    width = max(1, _BLOCK // count)
     total = torch.zeros(count, count, dtype=torch.float64, device=centre.device)
     whole = total.new_empty(count, min(width, len(centre)))
     for begin in range(0, len(centre), width):
@@ -133,7 +134,8 @@ def _terms(candidates: Candidates, chosen: np.ndarray, open_weight: float) -> _T
     mass = candidates.fixed_weight + candidates.weights[done].sum() + open_weight
     products = candidates.gram[:-1, :-1]
     pull = candidates.gram[:-1, -1] + products[:, chosen[done]] @ candidates.weights[done]
-    square, weight = products.diagonal(), candidates.weights[candidates.owner]
+    square = products.diagonal()
+    weight = candidates.weights[candidates.owner]
     spread = weight * square / mass - (weight**2 * square + 2 * weight * pull) / mass**2
     return _Terms(
         linear=weight * candidates.losses / mass + candidates.smoothness / 2 * spread,
@@ -188,7 +190,10 @@ def _search(terms: _Terms, groups: list[np.ndarray]) -> np.ndarray:
     ends = _inside(terms, right)
     belongs = np.zeros((len(right), len(terms.linear)))
     np.put_along_axis(belongs, right, 1.0, axis=1)
-    tie, lowest, place, step = terms.tie, math.inf, 0, max(1, _BLOCK // len(right))
+    tie = terms.tie
+    lowest = math.inf
+    place = 0
+    step = max(1, _BLOCK // len(right))
     for begin in range(0, len(left), step):
         part = left[begin : begin + step]
         between = terms.pair[part].sum(1) @ belongs.T
