@@ -45,7 +45,9 @@ class LocalGrid(Grid):
     _inbox: dict[str, list[Message]] = field(default_factory=dict)
 
     def __post_init__(self):
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+        TaskIdentity.run_id = 1
+        TaskIdentity.node_id = 1
+        TaskIdentity.task_id = 1
         ids = Key(self.shuffle).fold("nodes").numpy().permutation(self.clients) + 1000
         for client, node in enumerate(ids.tolist()):
             self.add(client, node)

@@ -200,7 +200,8 @@ def test_a_client_goes_back_where_its_round_was_not_merged(fault, in_file, tmp_p
     everyone = fault == "no merge"
     federation, expected = simulated(range(6) if everyone else {2})
     kind = type(federation.method)
-    whole, seen = kind.aggregate, []
+    whole = kind.aggregate
+    seen = []
 
     def merging(self, state, server, replies, context):
         if everyone and context.round == 1 and seen:
@@ -226,7 +227,8 @@ def test_a_client_goes_back_where_its_round_was_not_merged(fault, in_file, tmp_p
     assert len(seen) == 18
     assert ("merge_refused" in strategy.journal.records[1].notes) == everyone
     torch.testing.assert_close(strategy._server.send, expected.send, rtol=1e-9, atol=1e-11)
-    ours, theirs = strategy._server.state.control, expected.state.control
+    ours = strategy._server.state.control
+    theirs = expected.state.control
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
@@ -256,7 +258,8 @@ def test_own_state_remembers_the_round_and_the_one_before(in_file, tmp_path):
     def own():
         return OwnState(where, "ab12", 3, ZERO)
 
-    one, two = (torch.ones(3), ()), (torch.ones(3) * 2, ())
+    one = (torch.ones(3), ())
+    two = (torch.ones(3) * 2, ())
     assert same(own().at(0, 0), ZERO)
     own().keep(0, ZERO, one)
     assert same(own().at(0, 0), ZERO)  # the round is asked for again
@@ -296,7 +299,8 @@ def test_a_strategy_that_is_started_twice_begins_twice():
     federation = federation_of("scaffold")
     strategy = strategy_for(federation, federation.method)
     arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
-    grid, found = LocalGrid(app_for(federation), 6), []
+    grid = LocalGrid(app_for(federation), 6)
+    found = []
     for _ in range(2):
         strategy.start(grid, arrays, num_rounds=2, timeout=0.5)
         found.append((strategy._server.send, len(strategy.journal.records)))

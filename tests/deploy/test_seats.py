@@ -99,7 +99,9 @@ def test_a_node_whose_question_was_lost_is_asked_again():
 class Slow(LocalGrid):
     """One node answers after so many seconds."""
 
-    node, seconds, asked = 7777, 0.0, 0.0
+    node = 7777
+    seconds = 0.0
+    asked = 0.0
 
     def push_messages(self, messages):
         self.asked = self.asked or max(
@@ -155,7 +157,8 @@ def test_nobody_goes_on_before_the_first_has_answered(monkeypatch):
     """All start together, so the first answer takes about as long as the others."""
     monkeypatch.setattr("fedbasin.deploy.clients._GRACE", 0.1)
     grid = Slow(telling(), 1)
-    grid.contexts, grid.seconds = {}, 0.5
+    grid.contexts = {}
+    grid.seconds = 0.5
     grid.add(0, 7777)
     assert list(Clients(Mailbox(grid, poll=0.05), patience=60.0).online()) == [0]
 
@@ -247,7 +250,8 @@ def test_a_node_that_was_set_up_wrongly_and_is_mended_gets_its_seat():
     grid = LocalGrid(telling(), 6)
     node = next(iter(grid.contexts))
     config = grid.contexts[node].node_config
-    right, config["num-partitions"] = config["num-partitions"], 99
+    right = config["num-partitions"]
+    config["num-partitions"] = 99
     clients = Clients(Mailbox(grid), patience=20.0, total=6)
     assert len(clients.online()) == 5
     config["num-partitions"] = right

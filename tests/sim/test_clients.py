@@ -76,7 +76,8 @@ def test_states_come_back_from_disk_bit_for_bit(tmp_path):
 
 
 def test_states_go_to_disk_only_where_they_do_not_fit(tmp_path):
-    rules, vector = Scaffold().rules(), torch.zeros(10)  # 40 bytes a client
+    rules = Scaffold().rules()
+    vector = torch.zeros(10)  # 40 bytes a client
 
     def where(limit, archive=True, rules=rules):
         files = Archive(tmp_path / "x") if archive else None
@@ -95,7 +96,8 @@ def test_a_gpu_keeps_states_only_while_they_are_a_small_part_of_its_memory(monke
         total_memory: int = 1600
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    gpu = torch.device("cuda")
+    cpu = torch.device("cpu")
     assert [home(gpu, 100), home(gpu, 101), home(cpu, 1)] == [gpu, cpu, cpu]
 
 

@@ -27,7 +27,8 @@ def arguments(clients):
 def test_one_graph_for_one_client_and_one_for_all_other_numbers(backend):
     compiled = Compiled(step, backend)
     for clients in (3, 1, 2, 5, 7, 10, 3, 1, 40):
-        ours, theirs = compiled(*arguments(clients)), step(*arguments(clients))
+        ours = compiled(*arguments(clients))
+        theirs = step(*arguments(clients))
         torch.testing.assert_close(ours[0], theirs[0], rtol=1e-14, atol=0)
         assert int(ours[1]) == 5
     assert compiled.count == 2 and not compiled.fixed
@@ -88,7 +89,8 @@ def by_groups(progress, course, data):
 def test_a_step_that_knows_its_number_of_clients_is_compiled_for_each(odd):
     compiled = Compiled(odd, "aot_eager")
     for clients in (2, 9, 2, 9):
-        ours, theirs = compiled(*arguments(clients)), odd(*arguments(clients))
+        ours = compiled(*arguments(clients))
+        theirs = odd(*arguments(clients))
         torch.testing.assert_close(ours[0], theirs[0], rtol=1e-14, atol=0)
     assert compiled.count == 2 and compiled.fixed
     leaves = [arguments(2)[0][0]]

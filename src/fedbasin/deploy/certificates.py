@@ -33,8 +33,10 @@ def make_certificates(folder: Path) -> Certificates:
     """Make an authority and a certificate for localhost signed by it; its key is not kept."""
     found = Certificates(folder / "ca.crt", folder / "server.pem", folder / "server.key")
     folder.mkdir(parents=True, exist_ok=True)
-    ca_key, server_key = ec.generate_private_key(ec.SECP384R1()), _key()
-    ca_name, name = _name("fedbasin local authority"), _name("localhost")
+    ca_key = ec.generate_private_key(ec.SECP384R1())
+    server_key = _key()
+    ca_name = _name("fedbasin local authority")
+    name = _name("localhost")
     constraints = x509.BasicConstraints(ca=True, path_length=0)
     ca = _certificate(ca_name, ca_name, ca_key.public_key(), constraints).sign(
         ca_key, hashes.SHA384()

@@ -204,7 +204,8 @@ def _train(here: Desk, content: RecordDict, context: Context) -> RecordDict:
             f"the server runs {config.get('fedbasin-method')!r}, this client was made for "
             f"{here.method!r}: give both the same method"
         )
-    trainer, net = here.trainer, here.trainer.net
+    trainer = here.trainer
+    net = trainer.net
     round = int(number(config, "server-round", least=1)) - 1
     epochs, steps = (int(number(config, k, least=0)) for k in ("local-epochs", "local-steps"))
     plan = Plan(number(config, "lr", least=0), epochs or None, steps or None)
@@ -272,7 +273,8 @@ def _received(here: Desk, arrays: ArrayRecord) -> tuple[Codec, Tensor, Tensor]:
 
 
 def _evaluate(here: Desk, content: RecordDict) -> RecordDict:
-    trainer, net = here.trainer, here.trainer.net
+    trainer = here.trainer
+    net = trainer.net
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
     _, vector, buffers = _received(here, arrays)
     rows = here.held_out or here.rows

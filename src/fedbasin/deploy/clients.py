@@ -21,7 +21,8 @@ from fedbasin.deploy.mail import GaveUp, Mailbox
 from fedbasin.deploy.wire import Refused, fault, number, the_record
 
 ASK = "fedbasin-ask"  # the key that says what a query is about
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds until a node that did not say is asked again
+_FIRST_PAUSE = 1.0  # seconds until a node that did not say who it is is asked again
+_LONGEST_PAUSE = 600.0  # to which that time doubles
 _GRACE = 10.0  # seconds that a new node has beyond twice what the slowest answer took
 _log = logging.getLogger("flwr")
 
@@ -101,7 +102,10 @@ class Clients:
 
     def heard(self, node: int, *, answered: bool) -> None:
         """Note whether a node answered: one that did not may lose its seat to another."""
-        (self._silent.discard if answered else self._silent.add)(node)
+        if answered:
+            self._silent.discard(node)
+        else:
+            self._silent.add(node)
 
     def client(self, node: int) -> int | None:
         """Return the client of a node."""
@@ -175,7 +179,8 @@ class Clients:
         taken at a later look.
         """
         config = ConfigRecord({ASK: "who", "class-counts": self.counts})
-        query, now = RecordDict({"config": config}), time.monotonic()
+        query = RecordDict({"config": config})
+        now = time.monotonic()
         due = [n for n in nodes if self._pause.get(n, (0.0, 0.0))[0] <= now]
         new = any(n not in self._pause for n in due)
         messages = [Message(query, node, MessageType.QUERY, ttl=self.patience) for node in due]
@@ -183,7 +188,9 @@ class Clients:
         sent = {i: n for i, n in self._open.items() if n in asked} | self.mail.send(messages)
         there = listed - self._silent
         held = {s.client: n for n, s in self._seats.items() if n in there}
-        answered, nameless, odd = set(), [], set()
+        answered = set()
+        nameless = []
+        odd = set()
         # Half of the patience is left to ask again those whose message was lost.
         waits = self.patience / 2 if new else 0.0
 
@@ -228,11 +235,14 @@ class Clients:
             _log.warning(
                 "node %d says it is client %d, as node %d does: it is left out while that one is "
                 "connected; give every SuperNode a partition-id of its own",
-                *(node, seat.client, holder),
+                node,
+                seat.client,
+                holder,
             )
             return []
         self._nameless.pop(node, None)
-        self._seats[node], held[seat.client] = seat, node
+        self._seats[node] = seat
+        held[seat.client] = node
         if holder is not None:
             del self._seats[holder]
         return [] if holder is None else [holder]
@@ -244,7 +254,8 @@ class Clients:
             raise Refused(f"it counts {total} clients, the others {self.total}")
         if client >= total:
             raise Refused(f"partition-id {client} is not below num-partitions {total}")
-        rows, counts = int(number(facts, "num-examples", least=0)), facts.get("class-counts", [])
+        rows = int(number(facts, "num-examples", least=0))
+        counts = facts.get("class-counts", [])
         if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
             raise Refused("class-counts must be whole numbers of at least 0")
         if counts and sum(counts) != rows:
@@ -258,7 +269,8 @@ class Clients:
         nodes = [n for n in self._nameless if n in listed and self._pause[n][1] > _FIRST_PAUSE]
         if self.anonymous or self._seats or len(nodes) < max(least, 1):
             return False
-        self.anonymous, self.total = True, self.before or len(nodes)
+        self.anonymous = True
+        self.total = self.before or len(nodes)
         _log.warning(
             "No node says which client it is, so they are numbered as they come, and cohorts "
             "cannot be repeated by seed; fedbasin's ClientApp answers. (%s)",

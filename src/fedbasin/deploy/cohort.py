@@ -21,7 +21,8 @@ from fedbasin.deploy.wire import Refused, content_bytes, fault, write_tree
 
 MERGED = "merged"  # the record that says which round of a client was merged last
 _CLIENT_FAULTS = (1, 2)  # Flower's codes for an app that cannot be loaded, or raises
-_LONGEST, _MOST_REASONS = 300, 10_000  # a reason may quote what a client sent, and is kept
+_LONGEST = 300  # characters of a reason, which may quote what a client sent
+_MOST_REASONS = 10_000  # that are counted apart
 _log = logging.getLogger("flwr")
 
 
@@ -90,7 +91,8 @@ class Cohort:
         made = []
         for client in chosen:
             own = ConfigRecord({"round": int(self.merged[client])})
-            content, ttl = RecordDict({**self.content, MERGED: own}), 2 * self.timeout
+            content = RecordDict({**self.content, MERGED: own})
+            ttl = 2 * self.timeout
             made.append(Message(content, self.asked[client], MessageType.TRAIN, ttl=ttl))
             self.bytes_down += content_bytes(content)
         return made
@@ -171,7 +173,8 @@ class Cohort:
             self._name(self.clients.client(node), node, "it came too late")
 
     def _name(self, client: int | None, node: int, reason: str) -> None:
-        who, reason = f"node {node}" if client is None else f"client {client}", reason[:_LONGEST]
+        who = f"node {node}" if client is None else f"client {client}"
+        reason = reason[:_LONGEST]
         self.refused += 1
         self.tally[f"{who}: {reason}" if len(self.tally) < _MOST_REASONS else who] += 1
         what = "round %d: refused the reply of %s (node %d): %s"

@@ -55,7 +55,8 @@ def entered(
     record: RoundRecord, result: Result, clients: MetricRecord | None, server: MetricRecord | None
 ) -> RoundRecord:
     """Enter what clients and server measured into the round's record and Flower's result."""
-    now, notes = record.round, dict(record.notes)
+    now = record.round
+    notes = dict(record.notes)
     if clients is not None:
         _log.info("\t└──> Aggregated MetricRecord: %s", clients)
         result.evaluate_metrics_clientapp[now] = clients

@@ -21,7 +21,8 @@ from fedbasin.core.state import load, save
 from fedbasin.core.tree import Leaf, flatten, restore, tensors
 from fedbasin.deploy.wire import Refused, read_array
 
-_ARRAYS, _ROUND = "fedbasin-own", "fedbasin-own-round"
+_ARRAYS = "fedbasin-own"
+_ROUND = "fedbasin-own-round"
 _log = logging.getLogger("flwr")
 
 
@@ -55,7 +56,9 @@ class OwnState:
     def __init__(self, context: Context, name: str, client: int, zero: tuple[Any, ...]) -> None:
         if not re.fullmatch(r"[0-9a-f]{1,64}", name):
             raise Refused(f"the federation is called {name[:64]!r}, expected hexadecimal digits")
-        self._context, self._name, self._zero = context, name, zero
+        self._context = context
+        self._name = name
+        self._zero = zero
         folder = context.node_config.get("state-dir")
         self._file = None
         if folder is not None:
@@ -101,7 +104,8 @@ class OwnState:
             return found
         if _ARRAYS not in self._context.state:
             return None
-        arrays, when = self._context.state[_ARRAYS], self._context.state[_ROUND]
+        arrays = self._context.state[_ARRAYS]
+        when = self._context.state[_ROUND]
         if when["name"] != self._name:
             return None  # an app may run several federations, one after another
         leaves: dict[str, Leaf] = dict(flatten(template))

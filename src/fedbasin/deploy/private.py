@@ -104,7 +104,8 @@ def answer(config: ConfigRecord, counts: list[int], context: Context, method: Me
         total = config.get("total")
         if not isinstance(total, list) or len(total) != len(counts):
             raise Refused(f"total is {total!r}, expected rows by class of {len(counts)} classes")
-        own, everyone = torch.tensor(counts), torch.tensor([int(n) for n in total])
+        own = torch.tensor(counts)
+        everyone = torch.tensor([int(n) for n in total])
         return _reply({"score": score_counts(method, own, everyone)})
     raise Refused(f"unknown question {asked!r}; there is who, keys, encrypt, decrypt and score")
 

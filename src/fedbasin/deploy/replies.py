@@ -149,13 +149,15 @@ class Collector:
         counted = frozenset(n.client for n in numbers if n.weight > 0)
         if self.stream is not None:
             assert self._total is not None
-            (vector, buffers), self._total = self._total, None  # the caller's alone from now on
+            vector, buffers = self._total
+            self._total = None  # the caller's alone from now on
             vector /= self._counted[0]
             buffers /= max(self._counted[1], 1e-300)
             one = replace(replies.averaged(self.stream), models=vector.to(server.device)[None])
             loss = (shares(replies.weights) @ losses)[None]
             return Collected(one, buffers.to(server.device)[None], loss, counted)
-        models, self._models = [self._models[i] for i in order], []
+        models = [self._models[i] for i in order]
+        self._models = []
         statistics = torch.stack([m[1] for m in models]).to(server.device)
         replies = replace(
             replies,
@@ -185,12 +187,16 @@ class Collector:
         key = "train_loss" if "train_loss" in metrics else "train-loss"
         told = isinstance(metrics.get(key), int | float)  # few methods ask for it
         mean_loss = number(metrics, key) if told else math.nan
-        key, last_loss = ("last-loss", number(metrics, "last-loss")) if own else (key, mean_loss)
+        last_loss = mean_loss
+        if own:
+            key = "last-loss"
+            last_loss = number(metrics, key)
         if abs(last_loss) > torch.finfo(self.codec.dtype).max:
             raise Refused(f"{key} is {last_loss}, beyond {self.codec.dtype}")
-        for key in ("lr-sum", "length") if own else ():  # updates are divided by them
-            if 0 < number(metrics, key, least=0) < 1e-12:
-                raise Refused(f"{key} is {metrics[key]}, expected 0 or at least 1e-12")
+        if own:
+            for key in ("lr-sum", "length"):  # updates are divided by them
+                if 0 < number(metrics, key, least=0) < 1e-12:
+                    raise Refused(f"{key} is {metrics[key]}, expected 0 or at least 1e-12")
         return Numbers(
             client=client,
             weight=number(metrics, self.weight_key, least=0),

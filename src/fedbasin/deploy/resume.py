@@ -96,9 +96,12 @@ class Journal:
 
     def restored(self, fresh: Server, clients: int) -> Server:
         """Return the server of the last checkpoint, or the fresh one."""
-        self._began, self._spent, self.records = time.monotonic(), 0.0, []
+        self._began = time.monotonic()
+        self._spent = 0.0
+        self.records = []
         self.name = secrets.token_hex(8)  # a start is a federation of its own, unless it goes on
-        self.merged, self.refused = torch.zeros(clients, dtype=torch.int64), Counter()
+        self.merged = torch.zeros(clients, dtype=torch.int64)
+        self.refused = Counter()
         if self.folder is None:
             return fresh
         if not (held := self._held()):
@@ -109,8 +112,11 @@ class Journal:
         self._compare("seed", held.get("seed"), self.seed)
         self._compare("number of clients", held.get("clients"), clients)
         found: Saved = load(self.folder.checkpoint, self._saved(fresh))
-        self.name, self._spent, server = found.name, found.seconds, found.server
-        self.merged, self.refused = found.merged, Counter(json.loads(found.refused))
+        self.name = found.name
+        self._spent = found.seconds
+        server = found.server
+        self.merged = found.merged
+        self.refused = Counter(json.loads(found.refused))
         self._compare("number of parameters", server.send.numel(), fresh.send.numel())
         self.records = self.folder.keep_rounds(server.round)
         self.log.open(self.records)
@@ -143,8 +149,16 @@ class Journal:
         return True
 
     def _saved(self, server: Server) -> Saved:
-        facts = (self.name, self.method, self.seconds(), self.seed, len(self.merged))
-        return Saved(server, *facts, self.merged, json.dumps(self.refused))
+        return Saved(
+            server=server,
+            name=self.name,
+            method=self.method,
+            seconds=self.seconds(),
+            seed=self.seed,
+            clients=len(self.merged),
+            merged=self.merged,
+            refused=json.dumps(self.refused),
+        )
 
     def _held(self) -> dict[str, Leaf]:
         """Return what the checkpoint holds, by path; nothing where there is none."""

@@ -157,11 +157,13 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         _log.info("Starting %s strategy:", type(self).__name__)
         _log.info("\t├── Number of rounds: %d", num_rounds)
         self.summary()
-        train, evaluate = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        train = train_config or ConfigRecord()
+        evaluate = evaluate_config or ConfigRecord()
         self._timeout = timeout
         with self.journal.alone():
             self._begin(grid, initial_arrays, num_rounds, train)
-            result, arrays = Result(), self._arrays(self._server.send)
+            result = Result()
+            arrays = self._arrays(self._server.send)
             result.arrays = self._scored(arrays)
             if evaluate_fn is not None and self._server.round == 0:
                 first = evaluate_fn(0, result.arrays)
@@ -291,7 +293,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         _log.info("configure_evaluate: Sampled %s nodes (out of %s)", size, len(online))
         settings = ConfigRecord({**config, "server-round": server_round})
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
-        kind, ttl = MessageType.EVALUATE, 2 * self._timeout
+        kind = MessageType.EVALUATE
+        ttl = 2 * self._timeout
         return [Message(content, online[client], kind, ttl=ttl) for client in chosen]
 
     def aggregate_evaluate(
@@ -364,7 +367,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
 
     def _streams(self, cohort: int) -> Weighting | None:
         """Return how replies are averaged as they arrive, or None to keep them all."""
-        weighting, size = self.method.streams(), self._codec.layout.size
+        weighting = self.method.streams()
+        size = self._codec.layout.size
         large = cohort * size * self._server.send.element_size() > _STREAM_ABOVE
         wanted = large if self.handling.stream == "auto" else self.handling.stream
         if self.handling.guard is not None or not wanted:
@@ -380,7 +384,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         result: Result,
     ) -> RoundRecord:
         """Let clients, then the user's function, evaluate the scored model."""
-        began, now = time.perf_counter(), record.round
+        began = time.perf_counter()
+        now = record.round
         found = tested = None
         messages = list(self.configure_evaluate(now, result.arrays, config, grid))
         if messages:

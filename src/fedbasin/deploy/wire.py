@@ -31,7 +31,8 @@ from fedbasin.core.vectors import Layout
 _NUMPY = "numpy.ndarray"  # how Flower names the only format that is read
 SKELETON = "skeleton"  # the key under which a tree's shape travels
 _STATISTICS = ("running_mean", "running_var")  # what BatchNorm calls its float buffers
-_DEEPEST, _LONGEST = 8, 1 << 16  # of a skeleton: levels, characters
+_DEEPEST = 8  # levels of a skeleton
+_LONGEST = 1 << 16  # characters of a skeleton
 _LARGEST = 1e15  # the squares of 10^8 such numbers add up in float32
 _MOST_AXES = 32  # of an array
 _MOST = 2.0**53  # of anything counted: beyond, sums are no longer whole numbers, or overflow
@@ -108,7 +109,8 @@ class Codec:
         """Lay out the arrays of a network; without the network, BatchNorm is told by its names."""
         found = {name: read_array(array) for name, array in arrays.items()}
         if net is not None:
-            layout, statistics = net.layout, net.buffer_layout
+            layout = net.layout
+            statistics = net.buffer_layout
             missing = [n for n in (*layout.names, *statistics.names) if n not in found]
             if missing:
                 raise Refused(f"the arrays lack {', '.join(missing[:5])} of the network")
@@ -156,7 +158,8 @@ class Codec:
 
     def _values(self, array: Array, name: str, shape: tuple[int, ...]) -> np.ndarray:
         plain = str(self.dtype).removeprefix("torch.")
-        head, size = _header(plain, shape), math.prod(shape)
+        head = _header(plain, shape)
+        size = math.prod(shape)
         if array.stype == _NUMPY and array.data.startswith(head) and size:  # the usual case
             dtype = np.dtype(plain)
             if len(array.data) == len(head) + size * dtype.itemsize:
@@ -174,8 +177,10 @@ class Codec:
         """Add a model's parts to two vectors in place: scaled, and its statistics by their own."""
         vector, buffers = (total.numpy() for total in totals)
         for part in parts:
-            total, scale = (vector, scales[0]) if part.trained else (buffers, scales[1])
-            add_scaled(total[part.place], part.values, scale)
+            if part.trained:
+                add_scaled(vector[part.place], part.values, scales[0])
+            else:
+                add_scaled(buffers[part.place], part.values, scales[1])
 
     def read(self, record: ArrayRecord) -> tuple[Tensor, Tensor]:
         """Return a model that came in as new vectors [P] and [Q]."""
@@ -221,7 +226,8 @@ def write_tree(tree: Any) -> tuple[ArrayRecord, ConfigRecord]:
 
 def read_tree(arrays: ArrayRecord, shape: ConfigRecord) -> Any:
     """Build a tree of tuples and named tuples from what `write_tree` gave."""
-    text, taken = shape.get(SKELETON), set()
+    text = shape.get(SKELETON)
+    taken = set()
     if not isinstance(text, str) or len(text) > _LONGEST:
         raise Refused("a tree has no skeleton, or one that is too long")
 
@@ -324,7 +330,8 @@ def check_values(values: np.ndarray, name: str) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         if float(flat @ flat) <= _LARGEST**2:  # the usual case, in one pass
             return
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     if not (math.isfinite(low) and math.isfinite(high)):
         raise Refused(f"{name} holds NaN or Inf")
     if max(high, -low) > _LARGEST:

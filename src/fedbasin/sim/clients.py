@@ -157,7 +157,8 @@ def _packed(state: Any) -> Tensor:
 
 def _unpacked(packed: Tensor, template: Any) -> Any:
     """Return bytes as a state of the template's shape, without a copy."""
-    places, end = {}, 0
+    places = {}
+    end = 0
     for path, leaf in flatten(template):
         if isinstance(leaf, Tensor):
             size = leaf.numel() * leaf.element_size()

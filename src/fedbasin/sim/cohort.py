@@ -119,7 +119,8 @@ class CohortExecutor(Executor):
         return [self._train(request) for request in requests]
 
     def _train(self, request: TrainRequest) -> Gathered:
-        cohort, sent = request.cohort, request.sent
+        cohort = request.cohort
+        sent = request.sent
         sizes = self.population.sizes[cohort]
         steps = np.array([count_steps(request.plan, int(n), self.trainer.batch) for n in sizes])
         order = np.argsort(-steps, kind="stable")
@@ -155,7 +156,8 @@ class CohortExecutor(Executor):
             budget = self.memory or int(SHARE * free_bytes(vector.device))
             fits = budget // max(client_bytes(self.trainer, self.population, vector), 1)
             self.counters.width = self.chunk or max(1, fits)
-        return -(-clients // -(-clients // self.counters.width))
+        chunks = -(-clients // self.counters.width)
+        return -(-clients // chunks)
 
     def _shrink(self, width: int) -> None:
         """Halve the chunk after running out of memory, and say so."""
@@ -173,7 +175,8 @@ class CohortExecutor(Executor):
         return [self._probe(*request) for request in requests]
 
     def _probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
-        trainer, people = self.trainer, self.population
+        trainer = self.trainer
+        people = self.population
         found = self._in_chunks(
             cohort, sent, lambda part: gradients(trainer, people, part, sent), torch.cat
         )
@@ -193,8 +196,10 @@ class CohortExecutor(Executor):
 
     def _chunk(self, clients: np.ndarray, steps: np.ndarray, request: TrainRequest) -> _Part:
         """Train clients that are sorted by falling number of steps."""
-        sent, plan = request.sent, request.plan
-        trainer, device = self.trainer, sent.vector.device
+        sent = request.sent
+        plan = request.plan
+        trainer = self.trainer
+        device = sent.vector.device
         course, sizes = self._course(clients, steps, sent, plan, request.key or self.key)
         own = stack([request.states.get(int(client)) for client in clients])
         starts = self._starts(clients, sizes, course, sent, plan, own)
@@ -215,7 +220,8 @@ class CohortExecutor(Executor):
         progress = self._advance(progress, course, steps)
         lr_sum = course.limit.to(sent.vector.dtype) * plan.lr
         ended = Finish(progress.point.vector, course.limit.to(sent.vector.dtype), lr_sum)
-        ends, uploaded = [], ended
+        ends = []
+        uploaded = ended
         for rule, carry, (start, dims) in zip(
             trainer.rules, progress.point.carries, starts, strict=True
         ):
@@ -249,16 +255,15 @@ class CohortExecutor(Executor):
     def _course(
         self, clients: np.ndarray, steps: np.ndarray, sent: Sent, plan: Plan, key: Key
     ) -> tuple[Course, Tensor]:
-        device, batch = sent.vector.device, self.trainer.batch
-        sizes = torch.from_numpy(self.population.sizes[clients])
-        limit = torch.from_numpy(steps.astype(np.int64))
+        device = sent.vector.device
+        batch = self.trainer.batch
+        sizes = torch.from_numpy(self.population.sizes[clients]).to(device)
+        limit = torch.from_numpy(steps.astype(np.int64)).to(device)
         passes = -(-self.population.sizes[clients] // batch)
         keys = keys_tensor([client_key(key, sent.round, int(c)) for c in clients], device)
         first = torch.from_numpy(self.population.offsets[clients]).to(device)
-        late = torch.from_numpy(steps - passes)
-        sizes, limit, late, who = (
-            t.to(device) for t in (sizes, limit, late, torch.from_numpy(clients.astype(np.int64)))
-        )
+        late = torch.from_numpy(steps - passes).to(device)
+        who = torch.from_numpy(clients.astype(np.int64)).to(device)
         # One shape for all rounds: as many steps as the largest client of the population takes, now
         # or in an earlier round, where a plan asks for ever fewer.
         most = max(int(self.population.sizes.max()), 1)
@@ -288,7 +293,8 @@ class CohortExecutor(Executor):
         own: tuple[Any, ...],
     ) -> list[tuple[Start, Start]]:
         """Return what each rule begins with, and along which axes it is mapped over clients."""
-        dtype, trainer = sent.vector.dtype, self.trainer
+        dtype = sent.vector.dtype
+        trainer = self.trainer
         if not trainer.rules:
             return []  # nobody asks for what would be counted here
         counts = self.population.class_counts_of(course.clients, trainer.classes)
@@ -314,7 +320,8 @@ class CohortExecutor(Executor):
 
     def _advance(self, progress: Progress, course: Course, steps: np.ndarray) -> Progress:
         """Take all steps, on ever fewer clients."""
-        done, last = 0, int(steps.max())
+        done = 0
+        last = int(steps.max())
         while done < last:
             active = int((steps > done).sum())
             ladder = COARSE if any(step.fixed for step in self._steps.values()) else LADDER
@@ -355,12 +362,14 @@ class CohortExecutor(Executor):
         self, progress: Progress, course: Course, inputs: Tensor, labels: Tensor
     ) -> Progress:
         """Advance every client that has a step left by one step."""
-        trainer, number = self.trainer, progress.number
+        trainer = self.trainer
+        number = progress.number
         rows = course.rows.index_select(1, number[None])[:, 0]  # [A, B]
         weight = course.real.index_select(1, number[None])[:, 0].to(trainer.net.dtype)
         augment = fold_in(fold_in(course.keys, AUGMENT), number)
         dropout = fold_in(fold_in(course.keys, DROPOUT), number)
-        raw, label = inputs[rows], labels[rows]
+        raw = inputs[rows]
+        label = labels[rows]
 
         def one(
             point: Point, raw: Tensor, label: Tensor, weight: Tensor, a: Tensor, d: Tensor

@@ -58,7 +58,9 @@ class Lane:
         population: Population,
         pool: Any = None,
     ) -> None:
-        self._step, self._plain, self._pool = step, plain, pool
+        self._step = step
+        self._plain = plain
+        self._pool = pool
         self._data = (population.inputs, population.labels)
         self._captures = population.inputs.is_cuda
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -94,7 +96,8 @@ class Lane:
 
     def _capture(self, progress: Progress, course: Course) -> None:
         """Record one step that reads and writes buffers of its own."""
-        self._progress, self._course = cloned(progress), cloned(course)
+        self._progress = cloned(progress)
+        self._course = cloned(course)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with _tuned(), torch.cuda.stream(stream):

@@ -97,7 +97,8 @@ class Worker:
         self, clients: np.ndarray, own: Any, sent: Sent, plan: Plan, key: Key | None
     ) -> tuple[Rows, float]:
         """Train a shard; return what its clients send back, and their mean training loss."""
-        sent, own = _tensors(sent, self._device), _tensors(own, self._device)
+        sent = _tensors(sent, self._device)
+        own = _tensors(own, self._device)
         states = ClientStates(self._trainer.zero_state(sent.vector), sent.vector)
         states.put(clients.tolist(), [row(own, i) for i in range(len(clients))], sent.round)
         gathered = self._engine.train([TrainRequest(clients, sent, plan, states, key)])[0]
@@ -139,7 +140,9 @@ class RayExecutor(Executor):
     ) -> None:
         self._sizes = population.sizes
         self._trainer = trainer
-        self._retries, self._patience, self._lost = retries, patience, 0
+        self._retries = retries
+        self._patience = patience
+        self._lost = 0
         self._workers: list[Any] = []
         self._joined = not ray.is_initialized()  # else the cluster is the caller's to leave
         try:
@@ -169,7 +172,9 @@ class RayExecutor(Executor):
         return [self._train(request) for request in requests]
 
     def _train(self, request: TrainRequest) -> Gathered:
-        cohort, sent, plan = request.cohort, request.sent, request.plan
+        cohort = request.cohort
+        sent = request.sent
+        plan = request.plan
         steps = np.array(
             [count_steps(plan, int(n), self._trainer.batch) for n in self._sizes[cohort]]
         )
@@ -225,9 +230,11 @@ class RayExecutor(Executor):
         self, cohort: np.ndarray, work: np.ndarray, round: int, submit: Callable[..., Any]
     ) -> tuple[list[np.ndarray], list[Any]]:
         """Deal a cohort to the workers; return each shard's places in it, and its result."""
-        order, count = np.argsort(-work, kind="stable"), min(len(self._workers), len(cohort))
+        order = np.argsort(-work, kind="stable")
+        count = min(len(self._workers), len(cohort))
         places = [order[n::count] for n in range(count)]  # long and short clients for everyone
-        shards, tries = [cohort[place] for place in places], [0] * count
+        shards = [cohort[place] for place in places]
+        tries = [0] * count
         waiting = {submit(self._workers[n], shards[n]): n for n in range(count)}
         parts: dict[int, Any] = {}
         while waiting:
@@ -259,7 +266,8 @@ class RayExecutor(Executor):
     def _replace(self, n: int, tries: int, shard: str, error: RayError) -> int:
         """Put a new worker in the place of a lost one; return how many were tried by now."""
         while tries < self._retries:
-            tries, self._lost = tries + 1, self._lost + 1
+            tries += 1
+            self._lost += 1
             reason = _last_line(error)
             _log.warning("%s: worker lost, try %d: %s", shard, tries, reason)
             ray.kill(self._workers[n])

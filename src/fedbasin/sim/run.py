@@ -70,7 +70,9 @@ def run(
     if federation.holdings is not None:
         write_atomically(folder.partition, federation.holdings.to_csv())
     log.open(records)
-    began, status, reason = time.perf_counter(), "finished", None
+    began = time.perf_counter()
+    status = "finished"
+    reason = None
 
     def seconds() -> float:
         return spent + time.perf_counter() - began
@@ -96,10 +98,12 @@ def run(
                 if failed is not None:
                     raise failed
                 if stopping() and not last:
-                    status, reason = "stopped", f"stopped by the user after round {record.round}"
+                    status = "stopped"
+                    reason = f"stopped by the user after round {record.round}"
                     break
         except Diverged as error:
-            status, reason = "diverged", str(error)
+            status = "diverged"
+            reason = str(error)
         summary = (
             facts
             | summary_of(records, seconds(), federation.evaluator.headline, status, reason)
@@ -139,7 +143,8 @@ def start_from_prefix(
     keep(folder, federation.data)
     server, states = replace(federation, method=plain).begin()
     found: Checkpoint = load(prefix.branching(round), Checkpoint(server, states.kept(), 0.0))
-    server, context = found.server, federation.context.at(round, 0.0)
+    server = found.server
+    context = federation.context.at(round, 0.0)
     state = state_from_prefix(federation.method, server.state, server.send, context)
     records = [record for record in prefix.read_rounds() if record.round <= round]
     write_atomically(folder.rounds, "".join(record.line() + "\n" for record in records))
@@ -196,7 +201,8 @@ def _stop_after_round() -> Iterator[Callable[[], bool]]:
     One of each is still one stop: a scheduler's SIGTERM also ends the process that began this one,
     and for that a run of a comparison interrupts itself.
     """
-    asked, numbers = threading.Event(), set[int]()
+    asked = threading.Event()
+    numbers = set[int]()
 
     def ask(number: int, frame: FrameType | None) -> None:
         if number in numbers:

@@ -47,7 +47,8 @@ class Compiled:
     """
 
     def __init__(self, step: Callable[..., Any], backend: str) -> None:
-        self._step, self._backend = step, backend
+        self._step = step
+        self._backend = backend
         self._graphs: list[_Graph] = []
         self._of: dict[int, Flat] = {}  # by number of clients
         self._returned: Any = None  # the structure of what the step returns
@@ -77,7 +78,8 @@ class Compiled:
                 mapped = [i < rows and leaf.dim() > 0 for i, leaf in enumerate(leaves)]
                 self._graphs.append(_Graph(flat, leaves, mapped, self._backend))
             self._of[clients] = next(g.run for g in self._graphs if g.fits(leaves))
-        advance, moved = self._of[clients], leaves
+        advance = self._of[clients]
+        moved = leaves
         for _ in range(count):
             moved = [*advance(*leaves)]
             leaves[: len(moved)] = moved
@@ -96,9 +98,11 @@ class _Graph:
 
     def __init__(self, flat: Flat, leaves: list[Tensor], mapped: list[bool], backend: str) -> None:
         self.clients = len(leaves[0])
-        graph, self.free = _any_number(flat, leaves, mapped), True
+        graph = _any_number(flat, leaves, mapped)
+        self.free = True
         if graph is None:
-            graph, self.free = traced(flat, leaves, mapped, self.clients), False
+            graph = traced(flat, leaves, mapped, self.clients)
+            self.free = False
         self._shapes = ShapeEnv()
         mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
         self._inputs = [

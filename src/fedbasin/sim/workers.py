@@ -41,7 +41,9 @@ class _Place:
     """Where a tensor lies in shared memory; to the trees of `core.tree` it is a leaf."""
 
     def __init__(self, at: int, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.at, self.shape, self.dtype = at, shape, dtype
+        self.at = at
+        self.shape = shape
+        self.dtype = dtype
 
     def view(self, memory: Tensor) -> Tensor:
         """Return the tensor."""
@@ -118,7 +120,9 @@ class WorkerExecutor:
         _stop(self._running)
 
     def _train(self, request: TrainRequest) -> Gathered:
-        cohort, sent, plan = request.cohort, request.sent, request.plan
+        cohort = request.cohort
+        sent = request.sent
+        plan = request.plan
         key = request.key or self.key
         if not self._running:
             self._start()
@@ -164,7 +168,8 @@ def shared_out(steps: list[int], workers: int) -> list[list[int]]:
     >>> shared_out([5, 1, 4, 2], 2)
     [[0, 1], [2, 3]]
     """
-    loads, shares = [0] * workers, [[] for _ in range(workers)]  # type: ignore[var-annotated]
+    loads = [0] * workers
+    shares: list[list[int]] = [[] for _ in range(workers)]
     for position in sorted(range(len(steps)), key=lambda i: -steps[i]):
         least = loads.index(min(loads))
         loads[least] += steps[position]
@@ -272,7 +277,8 @@ def _bytes(tree: Any) -> int:
 
 def _written(tree: Any, memory: Tensor) -> tuple[Any, Tensor]:
     """Write a tree's tensors into shared memory, new if it is too small; return their places."""
-    need, at = _bytes(tree), 0
+    need = _bytes(tree)
+    at = 0
     if need > memory.numel():
         memory = _memory(need)
 
