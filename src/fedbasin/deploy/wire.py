@@ -227,51 +227,66 @@ def write_tree(tree: Any) -> tuple[ArrayRecord, ConfigRecord]:
 def read_tree(arrays: ArrayRecord, shape: ConfigRecord) -> Any:
     """Build a tree of tuples and named tuples from what `write_tree` gave."""
     text = shape.get(SKELETON)
-    taken = set()
     if not isinstance(text, str) or len(text) > _LONGEST:
         raise Refused("a tree has no skeleton, or one that is too long")
-
-    def grown(node: Any, path: str, depth: int) -> Any:
-        if depth > _DEEPEST:
-            raise Refused(f"a tree is deeper than {_DEEPEST} levels")
-        if node is None:
-            return leaf(path)
-        if isinstance(node, list):
-            inner = [(str(i), part) for i, part in enumerate(node)]
-        elif isinstance(node, dict) and set(node) == {"="}:
-            return scalar(node["="], path)
-        elif isinstance(node, dict):
-            inner = list(node.items())
-        else:
-            raise Refused(f"a tree's skeleton is damaged at {path!r}")
-        parts = [grown(part, f"{path}.{n}" if path else n, depth + 1) for n, part in inner]
-        return tuple(parts) if isinstance(node, list) else _named(tuple(node))(*parts)
-
-    def leaf(path: str) -> Tensor:
-        if path not in arrays:
-            raise Refused(f"a tree lacks the array {path!r}")
-        values = read_array(arrays[path])
-        if values.dtype.kind == "f":
-            check_values(values, path)
-        taken.add(path)
-        return torch.from_numpy(values.copy())
-
-    def scalar(value: Any, path: str) -> Any:
-        if not (value is None or isinstance(value, bool | int | float | str)):
-            raise Refused(f"{path} is a {type(value).__name__}, expected a number or text")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise Refused(f"{path} is {value}, expected a finite number")
-        return value
-
     try:
         bones = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Refused(f"a tree's skeleton is not JSON: {error}") from error
-    tree = grown(bones, "", 0)
-    if set(arrays) != taken:
-        odd = sorted(set(arrays) - taken)
+    reader = _TreeReader(arrays)
+    tree = reader.node(bones, "", 0)
+    odd = sorted(set(arrays) - reader.used)
+    if odd:
         raise Refused(f"a tree has arrays without a place: {', '.join(odd[:5])}")
     return tree
+
+
+class _TreeReader:
+    """Builds a tree from its skeleton and remembers which arrays it used.
+
+    Args:
+        arrays: the tree's tensors by path.
+    """
+
+    def __init__(self, arrays: ArrayRecord) -> None:
+        self._arrays = arrays
+        self.used: set[str] = set()
+
+    def node(self, bones: Any, path: str, depth: int) -> Any:
+        """Return the part of the tree at a path."""
+        if depth > _DEEPEST:
+            raise Refused(f"a tree is deeper than {_DEEPEST} levels")
+        if bones is None:
+            return self._leaf(path)
+        if isinstance(bones, list):
+            inner = [(str(i), part) for i, part in enumerate(bones)]
+            return tuple(self._parts(inner, path, depth))
+        if not isinstance(bones, dict):
+            raise Refused(f"a tree's skeleton is damaged at {path!r}")
+        if set(bones) == {"="}:
+            return _scalar(bones["="], path)
+        parts = self._parts(list(bones.items()), path, depth)
+        return _named(tuple(bones))(*parts)
+
+    def _parts(self, inner: list[tuple[str, Any]], path: str, depth: int) -> list[Any]:
+        return [self.node(part, f"{path}.{n}" if path else n, depth + 1) for n, part in inner]
+
+    def _leaf(self, path: str) -> Tensor:
+        if path not in self._arrays:
+            raise Refused(f"a tree lacks the array {path!r}")
+        values = read_array(self._arrays[path])
+        if values.dtype.kind == "f":
+            check_values(values, path)
+        self.used.add(path)
+        return torch.from_numpy(values.copy())
+
+
+def _scalar(value: Any, path: str) -> Any:
+    if not (value is None or isinstance(value, bool | int | float | str)):
+        raise Refused(f"{path} is a {type(value).__name__}, expected a number or text")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Refused(f"{path} is {value}, expected a finite number")
+    return value
 
 
 @lru_cache(256)
