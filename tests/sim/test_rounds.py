@@ -19,7 +19,7 @@ from fedbasin.local import Prox
 from fedbasin.methods import FedAvg, FedProx, Mime, Scaffold
 from fedbasin.sim import Diverged, Interrupted, run
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.run import _stop_after_round, start_from_prefix
+from fedbasin.sim.runner import _stop_after_round, start_from_prefix
 from fedbasin.testing import toy_federation
 
 
