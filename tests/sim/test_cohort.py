@@ -22,9 +22,9 @@ from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Point
 from fedbasin.methods import FedAvg, Scaffold
 from fedbasin.sim import LoopExecutor, Population
+from fedbasin.sim.captured_step import CapturedStep, Progress, cloned, in_place
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import LADDER, CohortExecutor, Counters, Unsupported, rung
-from fedbasin.sim.lane import Lane, Progress, cloned, in_place
 from fedbasin.sim.memory import client_bytes, free_bytes
 from fedbasin.sim.survey import gradients
 from fedbasin.sim.tracing import Compiled
@@ -248,7 +248,7 @@ def test_a_step_that_fails_as_it_is_fails_at_once():
         raise ValueError("no such row")
 
     with pytest.raises(ValueError, match="no such row"):
-        Lane(broken, broken, people).run(None, None, 1)
+        CapturedStep(broken, broken, people).run(None, None, 1)
     assert len(calls) == 1
 
 
@@ -362,15 +362,15 @@ def test_bigger_networks_and_batches_take_more_memory():
 
 def test_out_of_memory_halves_the_chunk_says_so_and_gives_the_same_result(monkeypatch):
     loop, cohort = executors("mlp(widths=(4,))", (1, 2, 2))
-    run = Lane.run
+    run = CapturedStep.run
     most = 1
 
-    def narrow(self, progress, course, count):
+    def narrow(self, progress, batches, count):
         if len(progress.sums) > most:
             raise torch.OutOfMemoryError("no room")
-        return run(self, progress, course, count)
+        return run(self, progress, batches, count)
 
-    monkeypatch.setattr(Lane, "run", narrow)
+    monkeypatch.setattr(CapturedStep, "run", narrow)
     with pytest.warns(UserWarning, match=r"ran out of memory; going on with [21]\b"):
         found = trained(cohort, Plan(0.1, 2))
     torch.testing.assert_close(found.replies.models, trained(loop, Plan(0.1, 2)).replies.models)
@@ -400,16 +400,16 @@ def test_a_step_in_place_is_the_step(backend):
     vector, buffers = cohort.trainer.net.initial()
     sent = Sent(vector, buffers, (), 0)
     steps = np.array([4, 1])
-    course, _ = cohort._course(np.array([0, 1]), steps, sent, Plan(0.1, 1), KEY)
+    batches, _ = cohort._batch_plan(np.array([0, 1]), steps, sent, Plan(0.1, 1), KEY)
     point = Point(vector.expand(2, -1), cohort._fresh(vector, 2), buffers[None], ())
     point = point._replace(buffers=buffers.expand(2, -1))
     progress = cloned(Progress(point, vector.new_zeros(2, 4), torch.zeros((), dtype=torch.int64)))
     data = (cohort.population.inputs, cohort.population.labels)
-    expected = cohort._one_step(progress, course, *data)
+    expected = cohort._one_step(progress, batches, *data)
     advance = in_place(cohort._one_step)
     if backend:
         advance = Compiled(advance, backend)
-    advance(progress, course, *data)
+    advance(progress, batches, *data)
     assert int(progress.number) == 1
     torch.testing.assert_close(progress.point.vector, expected.point.vector, rtol=1e-12, atol=0)
     ours = tensors(progress.point.state)

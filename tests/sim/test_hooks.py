@@ -192,10 +192,10 @@ def test_rows_are_drawn_in_proportion_to_their_chances():
     for round in range(200):
         sent = Sent(*federation.net.initial(), ((),), round)
         plan = federation.schedule(0)
-        course, _ = executor._course(
+        batches, _ = executor._batch_plan(
             federation.eligible[:1], np.array([8]), sent, plan, executor.key
         )
-        counts += torch.bincount(labels[course.rows[course.real]], minlength=3)
+        counts += torch.bincount(labels[batches.rows[batches.real]], minlength=3)
     present = torch.bincount(labels, minlength=3) > 0
     share = counts / counts.sum()
     assert share[~present].sum() == 0

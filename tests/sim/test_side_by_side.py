@@ -18,9 +18,9 @@ from fedbasin.models.convolution import Convolution
 from fedbasin.models.normalisation import Normalisation
 from fedbasin.models.pooling import Pooling
 from fedbasin.sim import LoopExecutor, Population
+from fedbasin.sim.captured_step import CapturedStep, in_place, repeated
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.lane import Lane, in_place, repeated
 
 KEY = root(7)
 SIZES = (20, 17, 24)  # as many steps for each, which is one graph to compile
@@ -107,12 +107,12 @@ def copies_of_a_step(rules, shared):
     executor = CohortExecutor(Trainer(net, rules, SGD(), 4, transform, 3), people, KEY)
     seen = []
 
-    def looked_at(progress, course, *data):
-        graph = make_fx(in_place(executor._one_step))(progress, course, *data)
+    def looked_at(progress, batches, *data):
+        graph = make_fx(in_place(executor._one_step))(progress, batches, *data)
         seen.append(sum(node.target is torch.ops.aten.copy_.default for node in graph.graph.nodes))
         return progress
 
-    executor._lanes[2, 1] = Lane(repeated(looked_at), repeated(looked_at), people)
+    executor._captured[2, 1] = CapturedStep(repeated(looked_at), repeated(looked_at), people)
     vector, buffers = net.initial()
     everyone = np.arange(2)
     sent = Sent(vector, buffers, tuple(each(vector) for each in shared), 0)

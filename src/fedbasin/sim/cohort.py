@@ -27,9 +27,9 @@ from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps
 from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
-from fedbasin.sim.lane import (
-    Course,
-    Lane,
+from fedbasin.sim.captured_step import (
+    BatchPlan,
+    CapturedStep,
     Progress,
     advanced,
     cloned,
@@ -106,7 +106,7 @@ class CohortExecutor(Executor):
     memory: int = 0
     backend: str = "inductor"
     counters: Counters = field(default_factory=Counters)
-    _lanes: dict[tuple[int, int], Lane] = field(default_factory=dict, init=False)
+    _captured: dict[tuple[int, int], CapturedStep] = field(default_factory=dict, init=False)
     _steps: dict[int, Compiled] = field(default_factory=dict, init=False)  # by most steps
     _pool: Any = field(default_factory=lambda: _graph_pool(), init=False)
 
@@ -162,7 +162,7 @@ class CohortExecutor(Executor):
     def _shrink(self, width: int) -> None:
         """Halve the chunk after running out of memory, and say so."""
         self.counters.width = -(-width // 2)
-        self._lanes.clear()
+        self._captured.clear()
         torch.cuda.empty_cache()
         warnings.warn(
             f"{width} clients side by side ran out of memory; going on with "
@@ -200,9 +200,9 @@ class CohortExecutor(Executor):
         plan = request.plan
         trainer = self.trainer
         device = sent.vector.device
-        course, sizes = self._course(clients, steps, sent, plan, request.key or self.key)
+        batches, sizes = self._batch_plan(clients, steps, sent, plan, request.key or self.key)
         own = stack([request.states.get(int(client)) for client in clients])
-        starts = self._starts(clients, sizes, course, sent, plan, own)
+        starts = self._starts(clients, sizes, batches, sent, plan, own)
         begin = [
             torch.func.vmap(lambda s, r=rule: r.begin(s, trainer.net), in_dims=(dims,))(start)
             for rule, (start, dims) in zip(trainer.rules, starts, strict=True)
@@ -217,9 +217,9 @@ class CohortExecutor(Executor):
         zero = torch.zeros((), dtype=torch.int64, device=device)
         sums = sent.vector.new_zeros(count, 4)
         progress = cloned(Progress(point, sums, zero))  # rows of their own, not one row repeated
-        progress = self._advance(progress, course, steps)
-        lr_sum = course.limit.to(sent.vector.dtype) * plan.lr
-        ended = Finish(progress.point.vector, course.limit.to(sent.vector.dtype), lr_sum)
+        progress = self._advance(progress, batches, steps)
+        lr_sum = batches.limit.to(sent.vector.dtype) * plan.lr
+        ended = Finish(progress.point.vector, batches.limit.to(sent.vector.dtype), lr_sum)
         ends = []
         uploaded = ended
         for rule, carry, (start, dims) in zip(
@@ -232,9 +232,9 @@ class CohortExecutor(Executor):
         replies = Replies(
             models=uploaded.vector,
             weights=sizes.to(torch.float64),
-            clients=course.clients,
-            steps=course.limit.to(torch.float64),
-            lr_sum=course.limit.to(torch.float64) * plan.lr,
+            clients=batches.clients,
+            steps=batches.limit.to(torch.float64),
+            lr_sum=batches.limit.to(torch.float64) * plan.lr,
             effective_steps=torch.tensor(
                 [trainer.length(int(k)) for k in steps], dtype=torch.float64, device=device
             ),
@@ -252,9 +252,9 @@ class CohortExecutor(Executor):
         state = self.trainer.optimiser.init(vector)
         return mapped(lambda leaf: leaf.expand(count, *leaf.shape), state)
 
-    def _course(
+    def _batch_plan(
         self, clients: np.ndarray, steps: np.ndarray, sent: Sent, plan: Plan, key: Key
-    ) -> tuple[Course, Tensor]:
+    ) -> tuple[BatchPlan, Tensor]:
         device = sent.vector.device
         batch = self.trainer.batch
         sizes = torch.from_numpy(self.population.sizes[clients]).to(device)
@@ -273,7 +273,7 @@ class CohortExecutor(Executor):
         epochs = max(1, int(np.max(-(-steps // np.maximum(passes, 1)))))
         rows, real = cohort_rows(keys, sizes, limit, batch, longest, most, epochs, chances)
         lr = torch.tensor(plan.lr, dtype=sent.vector.dtype, device=device)
-        return Course(rows + first[:, None, None], real, keys, limit, late, who, lr), sizes
+        return BatchPlan(rows + first[:, None, None], real, keys, limit, late, who, lr), sizes
 
     def _chances(self, clients: np.ndarray, most: int) -> Tensor | None:
         """Return how likely each row of each client is [C, most], where a rule draws rows."""
@@ -287,7 +287,7 @@ class CohortExecutor(Executor):
         self,
         clients: np.ndarray,
         sizes: Tensor,
-        course: Course,
+        batches: BatchPlan,
         sent: Sent,
         plan: Plan,
         own: tuple[Any, ...],
@@ -297,7 +297,7 @@ class CohortExecutor(Executor):
         trainer = self.trainer
         if not trainer.rules:
             return []  # nobody asks for what would be counted here
-        counts = self.population.class_counts_of(course.clients, trainer.classes)
+        counts = self.population.class_counts_of(batches.clients, trainer.classes)
         now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
         found = []
         kept = own[: len(trainer.rules)]
@@ -307,9 +307,9 @@ class CohortExecutor(Executor):
                 shared=shared,
                 own=mine,
                 round=now,
-                lr=course.lr,
-                steps=course.limit.to(dtype),
-                epoch_steps=(course.limit - course.late).to(dtype),
+                lr=batches.lr,
+                steps=batches.limit.to(dtype),
+                epoch_steps=(batches.limit - batches.late).to(dtype),
                 examples=sizes.to(dtype),
                 class_counts=counts.to(dtype),
                 survey=survey(rule, shared, trainer, self.population, clients, sent),
@@ -318,7 +318,7 @@ class CohortExecutor(Executor):
             found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0, None)))  # type: ignore[arg-type]
         return found
 
-    def _advance(self, progress: Progress, course: Course, steps: np.ndarray) -> Progress:
+    def _advance(self, progress: Progress, batches: BatchPlan, steps: np.ndarray) -> Progress:
         """Take all steps, on ever fewer clients."""
         done = 0
         last = int(steps.max())
@@ -330,17 +330,17 @@ class CohortExecutor(Executor):
             # Stay at this width until the active clients fit the next rung below.
             fits = int(steps[below[-1]]) if below else last
             until = min(max(fits, done + 1), last)
-            progress = self._segment(progress, course, width, until - done)
+            progress = self._segment(progress, batches, width, until - done)
             self.counters.useful += int(np.clip(steps[:width] - done, 0, until - done).sum())
             self.counters.total += width * (until - done)
             done = until
         return progress
 
-    def _segment(self, progress: Progress, course: Course, width: int, count: int) -> Progress:
+    def _segment(self, progress: Progress, batches: BatchPlan, width: int, count: int) -> Progress:
         """Take `count` steps on the first `width` clients."""
         whole = len(progress.sums)
-        shape = (width, course.rows.shape[1])
-        if shape not in self._lanes:
+        shape = (width, batches.rows.shape[1])
+        if shape not in self._captured:
             on_cuda = self.population.inputs.is_cuda
             one: Any = in_place(self._one_step) if on_cuda else self._one_step
             step = plain = repeated(one)
@@ -348,26 +348,26 @@ class CohortExecutor(Executor):
                 from fedbasin.sim.tracing import Compiled  # brings in the compiler, for seconds
 
                 step = self._steps.setdefault(shape[1], Compiled(one, self.backend))
-            self._lanes[shape] = Lane(step, plain, self.population, self._pool)
-        lane = self._lanes[shape]
+            self._captured[shape] = CapturedStep(step, plain, self.population, self._pool)
+        captured = self._captured[shape]
         if width == whole:
-            part = lane.run(progress, course, count)
+            part = captured.run(progress, batches, count)
         else:
-            part = lane.run(first_rows(progress, width), first_rows(course, width), count)
+            part = captured.run(first_rows(progress, width), first_rows(batches, width), count)
             part = overlaid(part, progress, width)
         self.counters.compiled = sum(step.count for step in self._steps.values())
         return part
 
     def _one_step(
-        self, progress: Progress, course: Course, inputs: Tensor, labels: Tensor
+        self, progress: Progress, batches: BatchPlan, inputs: Tensor, labels: Tensor
     ) -> Progress:
         """Advance every client that has a step left by one step."""
         trainer = self.trainer
         number = progress.number
-        rows = course.rows.index_select(1, number[None])[:, 0]  # [A, B]
-        weight = course.real.index_select(1, number[None])[:, 0].to(trainer.net.dtype)
-        augment = fold_in(fold_in(course.keys, AUGMENT), number)
-        dropout = fold_in(fold_in(course.keys, DROPOUT), number)
+        rows = batches.rows.index_select(1, number[None])[:, 0]  # [A, B]
+        weight = batches.real.index_select(1, number[None])[:, 0].to(trainer.net.dtype)
+        augment = fold_in(fold_in(batches.keys, AUGMENT), number)
+        dropout = fold_in(fold_in(batches.keys, DROPOUT), number)
         raw = inputs[rows]
         label = labels[rows]
 
@@ -378,7 +378,7 @@ class CohortExecutor(Executor):
             return step(
                 point,
                 batch,
-                course.lr,
+                batches.lr,
                 d,
                 net=trainer.net,
                 task=trainer.task,
@@ -389,11 +389,11 @@ class CohortExecutor(Executor):
             )
 
         after, loss = torch.func.vmap(one)(progress.point, raw, label, weight, augment, dropout)
-        active = number < course.limit
+        active = number < batches.limit
         point = advanced(active, after, progress.point)
         samples = weight.sum(1)
         both = torch.stack([loss * samples, samples], 1) * active[:, None]
-        late = (number >= course.late)[:, None]
+        late = (number >= batches.late)[:, None]
         sums = progress.sums + torch.cat([both, both * late], 1)
         return Progress(point, sums, number + 1)
 

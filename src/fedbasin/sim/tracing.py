@@ -63,9 +63,9 @@ class Compiled:
         """Whether it must be compiled for every number of clients."""
         return any(graph.clients > 1 and not graph.free for graph in self._graphs)
 
-    def __call__(self, progress: Any, course: Any, *data: Tensor, count: int = 1) -> Any:
+    def __call__(self, progress: Any, batches: Any, *data: Tensor, count: int = 1) -> Any:
         """Take the step `count` times, each time from what the last one returned."""
-        leaves, given = tree_flatten((progress, course, *data))
+        leaves, given = tree_flatten((progress, batches, *data))
         clients = len(leaves[0])
         if clients not in self._of:
 
