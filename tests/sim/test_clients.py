@@ -144,7 +144,7 @@ def test_crashes_between_checkpoints_resume_to_the_same_bits(tmp_path):
     for after, _ in federation.rounds_from(server, states):
         if after.round == 3:
             save(path, (after, states.kept()))
-            states.saved()
+            states.mark_saved()
         if after.round == 6:
             break
     for until in (5, 7):
@@ -166,11 +166,11 @@ def test_a_client_has_one_file_or_two(tmp_path):
         return [int(p.stem[-6:]) for p in sorted(tmp_path.glob(f"client{client:06d}*"))]
 
     states.put([0, 1], [filled(0), filled(1)], 0)
-    states.saved()
+    states.mark_saved()
     for t in (1, 2, 3):
         states.put([0], [filled(t)], t)
         assert rounds_of(0) == [0, t] and rounds_of(1) == [0]
-    states.saved()
+    states.mark_saved()
     assert rounds_of(0) == [3] and rounds_of(1) == [0]
 
 

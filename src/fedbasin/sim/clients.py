@@ -24,8 +24,8 @@ _ALIGNED = 8  # every leaf of a stored state begins at a multiple of so many byt
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The store as a tree for checkpoints: only clients that have taken part."""
+class SavedStates:
+    """The states of clients that have taken part, as a checkpoint stores them."""
 
     ids: Tensor  # int64 [k]
     rounds: Tensor  # int64 [k] when each of them last took part
@@ -60,11 +60,11 @@ class ClientStates:
         self._home = home(self._device, need)
         spills = self._home.type == "cpu" and need > limit
         self._archive = archive if spills else None
-        self._saved: dict[int, int] = {}  # what the last checkpoint speaks of
+        self._saved: dict[int, int] = {}  # the rounds in the last checkpoint
 
     @property
     def where(self) -> Literal["none", "device", "memory", "disk"]:
-        """Where states lie; none where clients keep nothing."""
+        """Where states are stored; none if clients have no state."""
         if not tensors(self._zero):
             return "none"
         if self._archive is not None:
@@ -94,30 +94,30 @@ class ClientStates:
             self._rounds[client] = round
         self._sweep()
 
-    def kept(self) -> Kept:
-        """Return everything worth saving."""
+    def kept(self) -> SavedStates:
+        """Return the states as a checkpoint stores them."""
         ids = sorted(self._rounds)
         rows: Any = ()
         if self._archive is None:
             rows = stack([self._held[i] for i in ids]) if ids else _moved(self._zero, self._home)
         rounds = torch.tensor([self._rounds[i] for i in ids], dtype=torch.int64)
-        return Kept(torch.tensor(ids, dtype=torch.int64), rounds, rows)
+        return SavedStates(torch.tensor(ids, dtype=torch.int64), rounds, rows)
 
-    def restore(self, kept: Kept) -> None:
-        """Take back what `kept` returned."""
-        ids = [int(i) for i in kept.ids]
-        self._rounds = dict(zip(ids, kept.rounds.tolist(), strict=True))
+    def restore(self, saved: SavedStates) -> None:
+        """Replace all states by those of a checkpoint."""
+        ids = [int(i) for i in saved.ids]
+        self._rounds = dict(zip(ids, saved.rounds.tolist(), strict=True))
         self._saved = dict(self._rounds)
         if self._archive is None:
-            self._held = {i: row(kept.rows, n) for n, i in enumerate(ids)}
+            self._held = {i: row(saved.rows, n) for n, i in enumerate(ids)}
 
-    def saved(self) -> None:
-        """Say that a checkpoint with the present states is on disk; older files may go."""
+    def mark_saved(self) -> None:
+        """Note that a checkpoint has the present states. Older files are no longer needed."""
         self._saved = dict(self._rounds)
         self._sweep()
 
     def _sweep(self) -> None:
-        """Keep the files of now and of the last checkpoint, at most two of a client."""
+        """Delete files other than those of now and of the last checkpoint."""
         if self._archive is not None:
             self._archive.keep([*self._rounds.items(), *self._saved.items()])
             self._archive.sweep()

@@ -177,10 +177,10 @@ class CohortExecutor(Executor):
     def _probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
         trainer = self.trainer
         people = self.population
-        found = self._in_chunks(
+        stacked = self._in_chunks(
             cohort, sent, lambda part: gradients(trainer, people, part, sent), torch.cat
         )
-        return Probe(found, people.weights(cohort))
+        return Probe(stacked, people.weights(cohort))
 
     def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
         """Return what a client keeps before its first round."""
@@ -242,10 +242,10 @@ class CohortExecutor(Executor):
             reports=tuple(report for _, report in ends),
         )
         losses = progress.sums[:, 0] / progress.sums[:, 1].clamp(min=1)
-        kept = tuple(state for state, _ in ends)
+        states = tuple(state for state, _ in ends)
         if trainer.keep_optimiser:
-            kept = (*kept, progress.point.state)
-        return _Part(replies, progress.point.buffers, kept, losses)
+            states = (*states, progress.point.state)
+        return _Part(replies, progress.point.buffers, states, losses)
 
     def _fresh(self, vector: Tensor, count: int) -> Any:
         """Return the optimiser's first state for so many clients."""
@@ -279,9 +279,11 @@ class CohortExecutor(Executor):
         """Return how likely each row of each client is [C, most], where a rule draws rows."""
         if self.trainer.drawer is None:
             return None
-        found = [self.trainer.chances(self.population.shard(int(c)).labels) for c in clients]
+        chances = [self.trainer.chances(self.population.shard(int(c)).labels) for c in clients]
         pad = torch.nn.functional.pad
-        return torch.stack([pad(each, (0, most - len(each))) for each in found if each is not None])
+        return torch.stack(
+            [pad(each, (0, most - len(each))) for each in chances if each is not None]
+        )
 
     def _starts(
         self,
@@ -299,9 +301,9 @@ class CohortExecutor(Executor):
             return []  # nobody asks for what would be counted here
         counts = self.population.class_counts_of(batches.clients, trainer.classes)
         now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
-        found = []
-        kept = own[: len(trainer.rules)]
-        for rule, shared, mine in zip(trainer.rules, sent.shared, kept, strict=True):
+        starts = []
+        of_rules = own[: len(trainer.rules)]  # after them comes the optimiser's, if it is kept
+        for rule, shared, mine in zip(trainer.rules, sent.shared, of_rules, strict=True):
             start = Start(
                 vector=sent.vector,
                 shared=shared,
@@ -315,8 +317,8 @@ class CohortExecutor(Executor):
                 survey=survey(rule, shared, trainer, self.population, clients, sent),
                 buffers=sent.buffers,
             )
-            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0, None)))  # type: ignore[arg-type]
-        return found
+            starts.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0, None)))  # type: ignore[arg-type]
+        return starts
 
     def _advance(self, progress: Progress, batches: BatchPlan, steps: np.ndarray) -> Progress:
         """Take all steps, on ever fewer clients."""
@@ -403,7 +405,7 @@ def _graph_pool() -> Any:
 
 
 class _Part(NamedTuple):
-    """What one chunk gives."""
+    """The result of one chunk."""
 
     replies: Replies
     buffers: Tensor

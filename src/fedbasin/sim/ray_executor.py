@@ -108,8 +108,8 @@ class Worker:
     def probe(self, clients: np.ndarray, sent: Sent) -> Probe:
         """Return the full gradients of a shard."""
         request = ProbeRequest(clients, _tensors(sent, self._device))
-        found: Probe = _arrays(self._engine.probe([request])[0])
-        return found
+        probe: Probe = _arrays(self._engine.probe([request])[0])
+        return probe
 
 
 class RayExecutor(Executor):
@@ -201,8 +201,8 @@ class RayExecutor(Executor):
         places, parts = self._dealt(
             cohort, self._sizes[cohort], sent.round, lambda w, shard: w.probe.remote(shard, common)
         )
-        found: Probe = _joined(parts, places, sent.vector.device)
-        return found
+        probe: Probe = _joined(parts, places, sent.vector.device)
+        return probe
 
     def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
         """Return what a client keeps before its first round."""
@@ -254,14 +254,14 @@ class RayExecutor(Executor):
     def _introduced(self, ready: Any) -> Ready:
         """Wait for a worker to start, and refuse one that runs other code."""
         try:
-            found: Ready = ray.get(ready, timeout=self._patience)
+            worker: Ready = ray.get(ready, timeout=self._patience)
         except GetTimeoutError as error:
             raise GetTimeoutError(
                 f"no worker came up within {self._patience:.0f} s; the cluster may have no room"
             ) from error
-        if found.versions != versions():
-            raise ClusterError(f"a Ray worker has {found.versions}, this process {versions()}")
-        return found
+        if worker.versions != versions():
+            raise ClusterError(f"a Ray worker has {worker.versions}, this process {versions()}")
+        return worker
 
     def _replace(self, n: int, tries: int, shard: str, error: RayError) -> int:
         """Put a new worker in the place of a lost one; return how many were tried by now."""
@@ -360,9 +360,9 @@ def _tensors(tree: Any, device: torch.device) -> Any:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    rebuild(tree, lambda _, leaf: found.append(leaf))
-    return found
+    leaves: list[Any] = []
+    rebuild(tree, lambda _, leaf: leaves.append(leaf))
+    return leaves
 
 
 def _cause(error: RayError) -> Exception:

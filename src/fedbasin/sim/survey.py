@@ -50,7 +50,7 @@ def gradients(trainer: Trainer, population: Population, clients: np.ndarray, sen
     net = trainer.net
     vector = sent.vector
     buffers = sent.buffers
-    found: _Gradient = _sums(
+    sums: _Gradient = _sums(
         lambda batch: _Gradient(
             summed_gradient(Look(net, vector, buffers, (), batch, trainer.task))
         ),
@@ -59,7 +59,7 @@ def gradients(trainer: Trainer, population: Population, clients: np.ndarray, sen
         clients,
     )
     sizes = torch.from_numpy(population.sizes[clients]).to(vector)
-    return found.total / sizes[:, None].clamp(min=1)
+    return sums.total / sizes[:, None].clamp(min=1)
 
 
 def _sums(

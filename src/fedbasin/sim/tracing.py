@@ -70,8 +70,9 @@ class Compiled:
         if clients not in self._of:
 
             def flat(*inputs: Tensor) -> Sequence[Tensor]:
-                found, self._returned = tree_flatten(self._step(*tree_unflatten(inputs, given)))
-                return found
+                after = self._step(*tree_unflatten(inputs, given))
+                outputs, self._returned = tree_flatten(after)
+                return outputs
 
             if not any(graph.fits(leaves) for graph in self._graphs):
                 rows = len(leaves) - len(data)

@@ -104,7 +104,7 @@ class WorkerExecutor:
             raise
 
     def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
-        """Return the cohorts' full gradients, found in this process: one pass over their rows."""
+        """Return the cohorts' full gradients, computed in this process: one pass over the rows."""
         return LoopExecutor(self.trainer, self.population, self.key).probe(requests)
 
     def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
@@ -212,8 +212,8 @@ def _collected(worker: _Worker) -> list[Trained]:
         worker.up = _memory(answer)
         _send(worker, worker.up)
         answer = _receive(worker)
-    found: list[Trained] = list(_read(answer, worker.up, copied=True))
-    return found
+    trained: list[Trained] = list(_read(answer, worker.up, copied=True))
+    return trained
 
 
 def _stop(running: list[_Worker]) -> None:
