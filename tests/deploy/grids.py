@@ -15,7 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedbasin.core.method import Method
 from fedbasin.core.rng import Key
-from fedbasin.deploy import Desk, FedbasinStrategy, Handling, Records, app_of, strategy_of
+from fedbasin.deploy import ClientSetup, FedbasinStrategy, Handling, Records, app_of, strategy_of
 from fedbasin.sim import Federation
 
 
@@ -102,7 +102,7 @@ class LocalGrid(Grid):
 
 def app_for(federation: Federation) -> ClientApp:
     """A ClientApp whose clients are those of a simulation."""
-    return app_of(lambda context: Desk.of(federation, context, counts="plain"))
+    return app_of(lambda context: ClientSetup.of(federation, context, counts="plain"))
 
 
 def strategy_for(federation: Federation, method: Method, **settings) -> FedbasinStrategy:

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbasin.core.expressions import parse
-from fedbasin.deploy import Desk, app_of, place
+from fedbasin.deploy import ClientSetup, app_of, place
 from fedbasin.deploy.clients import Clients, Seat, TooFewNodes
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.wire import Refused
@@ -32,11 +32,13 @@ def telling():
     """An app that passes on whatever its node configuration says."""
     executor = toy_federation(parse("fedavg", "method")).executor
 
-    def desk(context):
+    def setup(context):
         client, clients = place(context)
-        return Desk("fedavg", executor.trainer, executor.population.shard(client), client, clients)
+        return ClientSetup(
+            "fedavg", executor.trainer, executor.population.shard(client), client, clients
+        )
 
-    return app_of(desk)
+    return app_of(setup)
 
 
 def foreign():
