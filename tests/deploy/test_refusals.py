@@ -449,9 +449,9 @@ def test_nodes_that_claim_the_impossible_are_left_out(caplog):
 def test_what_a_node_says_of_itself_is_checked(facts, words):
     clients = Clients(Mailbox(None), total=6)
     good = {"partition-id": 2, "num-partitions": 6, "num-examples": 10}
-    assert clients._seat(good).client == 2
+    assert clients._identity(good).client == 2
     with pytest.raises(Refused, match=words):
-        clients._seat(good | facts)
+        clients._identity(good | facts)
 
 
 def test_a_late_error_is_no_late_reply():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
 from deploy.grids import LocalGrid, app_for, strategy_for
-from deploy.test_seats import foreign, telling
+from deploy.test_identities import foreign, telling
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from fedbasin.core.expressions import parse
