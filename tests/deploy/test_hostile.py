@@ -23,7 +23,7 @@ from fedbasin.core.method import Context, Plan, ReplyError
 from fedbasin.core.rng import root
 from fedbasin.core.round import Returned, RoundSetup, Scoring, Server, Traffic, one_round
 from fedbasin.deploy import private
-from fedbasin.deploy.keep import KeptByClients
+from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.replies import Collected, Guard
 from fedbasin.deploy.wire import (
@@ -172,7 +172,7 @@ def merged(method, before, collected, context, guard=None):
     plan = Plan(0.1)
     scoring = Scoring(rounds=1, test=None)
     setup = RoundSetup(method, context, lambda _: plan, context.key, Lenient(), scoring)
-    steps = one_round(setup, before, collected.replies.clients.numpy(), KeptByClients())
+    steps = one_round(setup, before, collected.replies.clients.numpy(), StatesOnClients())
     next(steps)
     found = gathered_of(collected, before.send, guard)
     with pytest.raises(StopIteration) as end:

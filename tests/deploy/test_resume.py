@@ -23,7 +23,7 @@ from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.sink import Sink, SinkError
 from fedbasin.core.state import same
 from fedbasin.deploy import FedbasinStrategy, Guard, Records, ServerSide
-from fedbasin.deploy.keep import OwnState
+from fedbasin.deploy.client_state import ClientStateStore
 from fedbasin.deploy.wire import Refused
 from fedbasin.testing import toy_federation
 
@@ -256,35 +256,35 @@ def test_own_state_remembers_the_round_and_the_one_before(in_file, tmp_path):
     where = context(**({"state-dir": str(tmp_path)} if in_file else {}))
 
     def own():
-        return OwnState(where, "ab12", 3, ZERO)
+        return ClientStateStore(where, "ab12", 3, ZERO)
 
     one = (torch.ones(3), ())
     two = (torch.ones(3) * 2, ())
     assert same(own().at(0, 0), ZERO)
-    own().keep(0, ZERO, one)
+    own().write(0, ZERO, one)
     assert same(own().at(0, 0), ZERO)  # the round is asked for again
     assert same(own().at(1, 1), one)
     assert same(own().at(3, 0), ZERO)  # the round was not merged
-    own().keep(4, one, two)
+    own().write(4, one, two)
     assert same(own().at(4, 1), one) and same(own().at(9, 5), two) and same(own().at(9, 4), one)
     assert same(own().at(2, 0), one)  # the best it can do
     assert len(where.state) == (0 if in_file else 2)
-    another = OwnState(where, "cd34", 3, ZERO)
+    another = ClientStateStore(where, "cd34", 3, ZERO)
     assert same(another.at(1, 1), ZERO)  # another federation
-    neighbour = OwnState(replace(where, state=RecordDict()), "ab12", 4, ZERO)
+    neighbour = ClientStateStore(replace(where, state=RecordDict()), "ab12", 4, ZERO)
     assert same(neighbour.at(1, 1), ZERO)
 
 
 def test_a_client_without_a_state_writes_nothing(tmp_path):
     where = context(**{"state-dir": str(tmp_path)})
-    OwnState(where, "ab12", 3, ((),)).keep(0, ((),), ((),))
+    ClientStateStore(where, "ab12", 3, ((),)).write(0, ((),), ((),))
     assert not list(tmp_path.iterdir()) and not where.state
 
 
 @pytest.mark.parametrize("name", ["../etc", "", "AB", "a/b", "x" * 3, "a" * 65])
 def test_a_federation_cannot_choose_another_folder(name, tmp_path):
     with pytest.raises(Refused, match="hexadecimal"):
-        OwnState(context(**{"state-dir": str(tmp_path)}), name, 0, ZERO)
+        ClientStateStore(context(**{"state-dir": str(tmp_path)}), name, 0, ZERO)
 
 
 def test_two_servers_do_not_share_a_folder(tmp_path):

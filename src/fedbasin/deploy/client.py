@@ -19,9 +19,9 @@ from fedbasin.core.net import Net
 from fedbasin.core.rng import root
 from fedbasin.core.task import Task
 from fedbasin.core.tree import mapped, tensors
+from fedbasin.deploy.client_state import ClientStateStore
 from fedbasin.deploy.clients import ASK
 from fedbasin.deploy.cohort import MERGED
-from fedbasin.deploy.keep import OwnState
 from fedbasin.deploy.private import answer
 from fedbasin.deploy.probe import GRADIENT, answer_gradient
 from fedbasin.deploy.wire import (
@@ -213,14 +213,14 @@ def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
     codec, vector, buffers = _received(setup, arrays)
     shared = mapped(lambda leaf: leaf.to(net.device), _shared(content, len(trainer.rules)))
     zero = trainer.zero_state(vector)
-    own = OwnState(context, str(config.get("fedbasin-name")), setup.client, zero)
+    store = ClientStateStore(context, str(config.get("fedbasin-name")), setup.client, zero)
     merged = the_record(content, ConfigRecord, MERGED)
-    before = own.at(round, int(number(merged, "round", least=0)))
+    before = store.at(round, int(number(merged, "round", least=0)))
     seed = int(number(config, "fedbasin-seed"))
     key = client_key(root(seed), round, setup.client).tensor(net.device)
     received = Received(vector, buffers, shared, before, round, key)
     trained = trainer.train(setup.rows, received, plan)
-    own.keep(round, before, trained.own)
+    store.write(round, before, trained.own)
     reply = RecordDict(
         {
             "arrays": codec.write(trained.vector, trained.buffers, whole=False),

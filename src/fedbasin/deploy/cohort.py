@@ -13,10 +13,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from torch import Tensor
 
 from fedbasin.core.method import Plan
+from fedbasin.core.round import Traffic
 from fedbasin.core.tree import tensors
 from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.mail import GaveUp
-from fedbasin.deploy.replies import Collector
+from fedbasin.deploy.replies import Collected, Collector
 from fedbasin.deploy.wire import Refused, content_bytes, fault, write_tree
 
 MERGED = "merged"  # the record that says which round of a client was merged last
@@ -104,12 +105,12 @@ class Cohort:
         sent = self.clients.send(messages)
         while True:
             self._sent |= sent
-            for found in self.clients.replies(sent, self.timeout):
-                if isinstance(found, GaveUp):
-                    self._gave_up(found.node, found.reason)
+            for arrived in self.clients.replies(sent, self.timeout):
+                if isinstance(arrived, GaveUp):
+                    self._gave_up(arrived.node, arrived.reason)
                     continue
-                reply = [found]
-                del found  # or two models would be in memory while the next one arrives
+                reply = [arrived]
+                del arrived  # or two models would be in memory while the next one arrives
                 yield reply.pop()
             self._outvote(last=False)
             missing = self.least - self.collector.agreed()
@@ -155,6 +156,25 @@ class Cohort:
             del reply  # or two models would be in memory while the next one arrives
         self._outvote(last=True)
 
+    @property
+    def count(self) -> int:
+        """How many replies were taken."""
+        return len(self.collector)
+
+    def collected(self, server: Tensor) -> Collected | None:
+        """Return the replies that were taken, once; None if none of them weighs anything."""
+        return self.collector.finish(server) if self.collector.mergeable else None
+
+    def traffic(self) -> Traffic:
+        """Return what was sent and received in this round."""
+        return Traffic(
+            replies=self.count,
+            dropped=len(self.asked) - self.count,
+            refused=self.refused,
+            bytes_down=self.bytes_down,
+            bytes_up=self.collector.bytes_up,
+        )
+
     def refuse(self, client: int | None, node: int, reason: str) -> None:
         """Count and name a reply that is not used; its client is not asked again this round."""
         self._name(client, node, reason)
@@ -162,7 +182,7 @@ class Cohort:
             self._failed.add(client)
 
     def _outvote(self, *, last: bool) -> None:
-        """Refuse reports unlike most: only together do replies show how a report is shaped."""
+        """Reject reports whose structure differs from the majority's."""
         why = "its report is shaped unlike the other clients'"
         for client in self.collector.outvoted(last=last):
             self.refuse(client, self.asked[client], why)

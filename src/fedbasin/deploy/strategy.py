@@ -28,16 +28,15 @@ from fedbasin.core.round import (
     RoundSetup,
     Scoring,
     Server,
-    Traffic,
     TrainRequest,
     merge_refused,
     one_round,
 )
 from fedbasin.core.vectors import Weighting
+from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
 from fedbasin.deploy.evaluation import entered, mean_metrics, unheard
-from fedbasin.deploy.keep import KeptByClients
 from fedbasin.deploy.mail import GaveUp, Mailbox
 from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.private import gather_private
@@ -198,7 +197,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         able = np.array(sorted(online))
         drawn = draw_cohort(self.participation, able, self.key, server_round - 1)
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
-        self._round = one_round(self._setup, self._server, drawn, KeptByClients())
+        self._round = one_round(self._setup, self._server, drawn, StatesOnClients())
         request = next(self._round)
         if isinstance(request, ProbeRequest):
             request = self._round.send(self._probed(request, online, arrays))
@@ -238,24 +237,17 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         """Check replies one by one, then merge what is left; returns what clients start from."""
         cohort = self._cohort
         cohort.collect(replies)
-        count = len(cohort.collector.numbers)
-        failures = len(cohort.asked) - count
-        _log.info("aggregate_train: Received %s results and %s failures", count, failures)
+        failures = len(cohort.asked) - cohort.count
+        _log.info("aggregate_train: Received %s results and %s failures", cohort.count, failures)
         guarded = None
-        if any(numbers.weight > 0 for numbers in cohort.collector.numbers):
-            collected = cohort.collector.finish(self._server.send)
+        collected = cohort.collected(self._server.send)
+        if collected is not None:
             guarded = gathered_of(collected, self._server.send, self.handling.guard)
             for client, why in guarded.far:
                 cohort.refuse(client, cohort.asked[client], why)
-        traffic = Traffic(
-            replies=count,
-            dropped=failures,
-            refused=cohort.refused,
-            bytes_down=cohort.bytes_down,
-            bytes_up=cohort.collector.bytes_up,
-        )
+        gathered = guarded.gathered if guarded else None
         try:
-            self._round.send(Returned(guarded.gathered if guarded else None, traffic))
+            self._round.send(Returned(gathered, cohort.traffic()))
         except StopIteration as end:
             self._server, self._record = end.value
         if guarded and not merge_refused(self._record):
