@@ -92,7 +92,7 @@ def test_a_sum_that_is_wrong_costs_the_key():
 
 def test_questions_that_make_no_sense_are_refused():
     nobody = Context(1, 1, {}, RecordDict(), {})
-    with pytest.raises(Refused, match="unknown question 'rows'"):
+    with pytest.raises(Refused, match="unknown question 'rows'; available: who, keys"):
         asked(nobody, **{ASK: "rows"})
     with pytest.raises(Refused, match="public is NoneType, expected bytes"):
         asked(nobody, **{ASK: "encrypt"})

@@ -31,9 +31,9 @@ class Certificates:
 
 def make_certificates(folder: Path) -> Certificates:
     """Make an authority and a certificate for localhost signed by it; its key is not kept."""
-    found = Certificates(folder / "ca.crt", folder / "server.pem", folder / "server.key")
+    files = Certificates(folder / "ca.crt", folder / "server.pem", folder / "server.key")
     folder.mkdir(parents=True, exist_ok=True)
-    ca_key = ec.generate_private_key(ec.SECP384R1())
+    ca_key = _key()
     server_key = _key()
     ca_name = _name("fedbasin local authority")
     name = _name("localhost")
@@ -52,10 +52,10 @@ def make_certificates(folder: Path) -> Certificates:
         .sign(ca_key, hashes.SHA384())
     )
     pem = serialization.Encoding.PEM
-    found.authority.write_bytes(ca.public_bytes(pem))
-    found.server.write_bytes(server.public_bytes(pem))
-    _write_secret(found.key, server_key, serialization.PrivateFormat.PKCS8)
-    return found
+    files.authority.write_bytes(ca.public_bytes(pem))
+    files.server.write_bytes(server.public_bytes(pem))
+    _write_secret(files.key, server_key, serialization.PrivateFormat.PKCS8)
+    return files
 
 
 def make_node_key(path: Path) -> Path:

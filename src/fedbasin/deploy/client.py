@@ -65,6 +65,21 @@ class ClientSetup:
     held_out: Shard | None = None
     counts: Literal["plain", "private"] = "private"
 
+    @property
+    def net(self) -> Net:
+        """The client's network."""
+        return self.trainer.net
+
+    @property
+    def examples(self) -> int:
+        """How many rows the client holds."""
+        return len(self.rows.labels)
+
+    def class_counts(self) -> list[int]:
+        """Count the client's rows by class."""
+        counts: list[int] = class_counts(self.rows.labels, self.trainer.classes).tolist()
+        return counts
+
     @classmethod
     def of(
         cls,
@@ -205,7 +220,7 @@ def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
             f"{setup.method!r}: give both the same method"
         )
     trainer = setup.trainer
-    net = trainer.net
+    net = setup.net
     round = int(number(config, "server-round", least=1)) - 1
     epochs, steps = (int(number(config, k, least=0)) for k in ("local-epochs", "local-steps"))
     plan = Plan(number(config, "lr", least=0), epochs or None, steps or None)
@@ -258,7 +273,7 @@ def _shared(content: RecordDict, rules: int) -> tuple[Any, ...]:
 
 def _received(setup: ClientSetup, arrays: ArrayRecord) -> tuple[Codec, Tensor, Tensor]:
     """Return how models travel and the one that came in, where the client's network runs."""
-    net = setup.trainer.net
+    net = setup.net
     codec = Codec.of(arrays, net)
     vector, buffers = codec.read(arrays)
     own = net.state_dict(*net.initial()) if codec.fixed else {}
@@ -274,11 +289,10 @@ def _received(setup: ClientSetup, arrays: ArrayRecord) -> tuple[Codec, Tensor, T
 
 def _evaluate(setup: ClientSetup, content: RecordDict) -> RecordDict:
     trainer = setup.trainer
-    net = trainer.net
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
     _, vector, buffers = _received(setup, arrays)
     rows = setup.held_out or setup.rows
-    test = Evaluator(net, rows.inputs, rows.labels, trainer.transform, trainer.task)
+    test = Evaluator(setup.net, rows.inputs, rows.labels, trainer.transform, trainer.task)
     metrics: dict[str, float] = {"num-examples": test.size}
     for name, value in test.score(vector, buffers).items():
         if isinstance(value, float) and math.isfinite(value):  # AUROC of one class is undefined
@@ -292,12 +306,12 @@ def _query(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
         arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
         _, vector, buffers = _received(setup, arrays)
         gradient = setup.trainer.full_gradient(setup.rows, vector, buffers)
-        return answer_gradient(gradient, len(setup.rows.labels))
-    counts = class_counts(setup.rows.labels, setup.trainer.classes).tolist()
+        return answer_gradient(gradient, setup.examples)
+    counts = setup.class_counts()
     if config.get(ASK) != "who":
         return answer(config, counts, context, parse(setup.method, "method"))
     facts = MetricRecord({"partition-id": setup.client, "num-partitions": setup.clients})
-    facts["num-examples"] = len(setup.rows.labels)
+    facts["num-examples"] = setup.examples
     if config.get("class-counts"):
         if setup.counts != "plain":
             raise Refused(

@@ -35,8 +35,8 @@ def gather_gradients(
     began = time.monotonic()
     while True:
         left = {client: node for client, node in nodes.items() if client not in gradients}
-        found, failed = clients.ask(left, content, timeout)
-        for client, reply in found.items():
+        answers, failed = clients.ask(left, content, timeout)
+        for client, reply in answers.items():
             try:
                 gradients[client] = _read(reply, like)
             except Refused as reason:

@@ -178,10 +178,7 @@ class Collector:
 
     def _add(self, parts: list[Part], weight: float) -> None:
         if self._total is None:
-            self._total = (
-                torch.zeros(self.codec.layout.size, dtype=self.codec.dtype),
-                torch.zeros(self.codec.statistics.size, dtype=self.codec.dtype),
-            )
+            self._total = self.codec.zeros()
         share = weight if self.stream == "samples" else float(weight > 0)
         self.codec.add(parts, (share, weight), self._total)
         self._counted[0] += share

@@ -107,22 +107,22 @@ class Codec:
     @classmethod
     def of(cls, arrays: ArrayRecord, net: Net | None = None) -> Codec:
         """Lay out the arrays of a network; without the network, BatchNorm is told by its names."""
-        found = {name: read_array(array) for name, array in arrays.items()}
+        values = {name: read_array(array) for name, array in arrays.items()}
         if net is not None:
             layout = net.layout
             statistics = net.buffer_layout
-            missing = [n for n in (*layout.names, *statistics.names) if n not in found]
+            missing = [n for n in (*layout.names, *statistics.names) if n not in values]
             if missing:
                 raise Refused(f"the arrays lack {', '.join(missing[:5])} of the network")
         else:
             floats = {
-                n: torch.from_numpy(a.copy()) for n, a in found.items() if a.dtype.kind == "f"
+                n: torch.from_numpy(a.copy()) for n, a in values.items() if a.dtype.kind == "f"
             }
             own = {n: n.split(".")[-1] in _STATISTICS for n in floats}
             layout = Layout.of((n, t) for n, t in floats.items() if not own[n])
             statistics = Layout.of((n, t) for n, t in floats.items() if own[n])
         moving = (*layout.names, *statistics.names)
-        types = {str(found[name].dtype) for name in moving}
+        types = {str(values[name].dtype) for name in moving}
         if len(types) != 1 or not types <= {"float32", "float64"}:
             raise Refused(f"the network's arrays are {sorted(types)}; use float32 or float64 alone")
         fixed = {name: array for name, array in arrays.items() if name not in moving}
@@ -144,7 +144,7 @@ class Codec:
         odd = [n for n in record if n not in self.order]
         if odd:
             raise Refused(f"the model has arrays of other names: {', '.join(sorted(odd)[:5])}")
-        found = []
+        parts = []
         for layout in (self.layout, self.statistics):
             for name, shape in zip(layout.names, layout.shapes, strict=True):
                 if name not in record:
@@ -153,8 +153,8 @@ class Codec:
                 check_values(values, name)
                 if name.endswith("running_var") and values.size and values.min() < 0:
                     raise Refused(f"{name} is {values.min():g} at its least, expected at least 0")
-                found.append(Part(layout is self.layout, layout.slices[name], values))
-        return found
+                parts.append(Part(layout is self.layout, layout.slices[name], values))
+        return parts
 
     def _values(self, array: Array, name: str, shape: tuple[int, ...]) -> np.ndarray:
         plain = str(self.dtype).removeprefix("torch.")
@@ -181,6 +181,16 @@ class Codec:
                 add_scaled(vector[part.place], part.values, scales[0])
             else:
                 add_scaled(buffers[part.place], part.values, scales[1])
+
+    @property
+    def vector_bytes(self) -> int:
+        """How many bytes one vector [P] takes."""
+        return self.layout.size * self.dtype.itemsize
+
+    def zeros(self) -> tuple[Tensor, Tensor]:
+        """Return new zero vectors [P] and [Q]."""
+        vector = torch.zeros(self.layout.size, dtype=self.dtype)
+        return vector, torch.zeros(self.statistics.size, dtype=self.dtype)
 
     def read(self, record: ArrayRecord) -> tuple[Tensor, Tensor]:
         """Return a model that came in as new vectors [P] and [Q]."""
@@ -313,13 +323,13 @@ def number(record: Mapping[str, Any], key: str, *, least: float = -math.inf) -> 
 
 def the_record(content: RecordDict, kind: type[Any], key: str | None = None) -> Any:
     """Return a message's record of a kind: the one under the key, or the only one there is."""
-    found = {k: v for k, v in content.items() if isinstance(v, kind)}
-    if key is not None and key in found:
-        return found[key]
-    if key is None and len(found) == 1:
-        return next(iter(found.values()))
+    records = {k: v for k, v in content.items() if isinstance(v, kind)}
+    if key is not None and key in records:
+        return records[key]
+    if key is None and len(records) == 1:
+        return next(iter(records.values()))
     wanted = f"the {kind.__name__} {key!r}" if key else f"exactly one {kind.__name__}"
-    raise Refused(f"the message has {len(found)} of {kind.__name__}, expected {wanted}")
+    raise Refused(f"the message has {len(records)} of {kind.__name__}, expected {wanted}")
 
 
 def fault(reply: Message) -> str:

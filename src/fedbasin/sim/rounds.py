@@ -18,7 +18,7 @@ from fedbasin.core.expressions import Choice
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError
 from fedbasin.core.net import Net
-from fedbasin.core.record import RoundRecord
+from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import Key
 from fedbasin.core.round import (
     BufferPolicy,
@@ -130,6 +130,20 @@ class Federation:
             archive=self.client_archive,
         )
         return Server(0, vector, vector, buffers, state), states
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a run's summary says about how it was computed."""
+        return self.executor.facts()
+
+    @property
+    def headline(self) -> Headline:
+        """The metric that the run is judged by."""
+        return self.evaluator.headline
+
+    def sweep(self) -> None:
+        """Delete the files that the method's state no longer needs."""
+        if self.context.archive is not None:
+            self.context.archive.sweep()
 
     def close(self) -> None:
         """Free what the executor holds, such as processes."""

@@ -92,8 +92,7 @@ def run(
                 if last or stopping() or failed or record.round % checkpoint_every == 0:
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
                     states.mark_saved()
-                    if federation.context.archive is not None:
-                        federation.context.archive.sweep()
+                    federation.sweep()
                     hand_back_gaps()
                 if failed is not None:
                     raise failed
@@ -105,11 +104,9 @@ def run(
             status = "diverged"
             reason = str(error)
         summary = (
-            facts
-            | summary_of(records, seconds(), federation.evaluator.headline, status, reason)
-            | _peaks()
+            facts | summary_of(records, seconds(), federation.headline, status, reason) | _peaks()
         )
-        summary |= federation.executor.facts() | {"client_states": states.where}
+        summary |= federation.facts() | {"client_states": states.where}
         folder.write_summary(summary)
     if status == "finished":
         _ship(federation, server, folder)
