@@ -1,4 +1,4 @@
-"""Certificates and node keys for a federation on this machine, made on the spot.
+"""Makes certificates and node keys for a federation on this machine.
 
 For a federation across machines, have the server's certificate signed by an authority that the
 nodes trust, and make each node's key on that node: a private key should never travel.
@@ -59,7 +59,7 @@ def make_certificates(folder: Path) -> Certificates:
 
 
 def make_node_key(path: Path) -> Path:
-    """Make the key of one node beside its public half, and return where that is."""
+    """Make the private and the public key of one node; return the path of the public one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     key = _key()
     _write_secret(path, key, serialization.PrivateFormat.OpenSSH)
@@ -78,7 +78,7 @@ def _key() -> ec.EllipticCurvePrivateKey:
 
 
 def _write_secret(path: Path, key: ec.EllipticCurvePrivateKey, form: Any) -> None:
-    """Write a private key that only its owner can read, from the first byte on."""
+    """Write a private key to a file that only its owner can read."""
     path.touch(mode=0o600)
     path.write_bytes(
         key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())

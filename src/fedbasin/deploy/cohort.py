@@ -1,4 +1,4 @@
-"""The cohort of one round: who was asked, who answered, who is asked in place of whom."""
+"""The cohort of one round: which clients were asked, answered, or are asked as replacements."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ class Cohort:
             if waited > self.timeout + self.patience:
                 raise TooFewNodes(
                     f"round {self.round}: {self.least - missing} of {self.least} replies came in "
-                    f"{waited:.0f} s; start the run again once enough clients are there"
+                    f"{waited:.0f} s; start the run again when enough clients are connected"
                 )
             if waited - said >= 10:
                 said = waited
                 _log.info(
-                    "round %d: %d replies are there, waiting for %d (minimum: %d)",
+                    "round %d: received %d replies, waiting for %d more (minimum: %d)",
                     self.round,
                     self.least - missing,
                     missing,
@@ -136,7 +136,7 @@ class Cohort:
                 time.sleep(1)
 
     def collect(self, replies: Iterable[Message]) -> None:
-        """Take what is good, refuse the rest by name."""
+        """Take good replies. Refuse the others with the client and the reason."""
         for reply in replies:
             node = self._sent.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
             if reply.has_error() and reply.error.code not in _CLIENT_FAULTS:
@@ -176,7 +176,7 @@ class Cohort:
         )
 
     def refuse(self, client: int | None, node: int, reason: str) -> None:
-        """Count and name a reply that is not used; its client is not asked again this round."""
+        """Count and log a reply that is not used. Its client is not asked again this round."""
         self._name(client, node, reason)
         if client is not None and client not in self.collector.clients:
             self._failed.add(client)
@@ -188,7 +188,7 @@ class Cohort:
             self.refuse(client, self.asked[client], why)
 
     def name_late(self) -> None:
-        """Count and name replies to earlier rounds; their clients may answer this one."""
+        """Count and log replies to earlier rounds. Their clients may answer this one."""
         for node in self.clients.late():
             self._name(self.clients.client(node), node, "it came too late")
 
@@ -213,7 +213,7 @@ class Cohort:
         free = [c for c in online if c not in done]
         chosen = sorted(free, key=lambda client: (client not in self.asked, client))[:missing]
         if chosen:
-            _log.info("round %d: asking clients %s for what is missing", self.round, chosen)
+            _log.info("round %d: asking clients %s for the missing replies", self.round, chosen)
         self.asked |= {client: online[client] for client in chosen}
         return self.messages(chosen)
 

@@ -1,4 +1,4 @@
-"""What clients measure on data of their own, as one number each."""
+"""The clients' own evaluations, averaged to one number a metric."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mean_metrics(replies: Iterable[Message], weight_key: str) -> MetricRecord | 
 
 
 def unheard(node: int, reason: str) -> None:
-    """Say that a client's evaluation is not waited for."""
+    """Log that a client's evaluation is not waited for any more."""
     _log.warning("\t> No evaluation from node %d: %s", node, reason)
 
 

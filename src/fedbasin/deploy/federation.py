@@ -1,4 +1,4 @@
-"""A whole federation on this machine: SuperLink, SuperNodes and a run, torn down at the end."""
+"""A whole federation on this machine: SuperLink, SuperNodes and a run, stopped at the end."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class LocalFederation:
         self.stop()
 
     def start_link(self) -> None:
-        """Start the SuperLink, or start it again on its old database."""
+        """Start the SuperLink, or restart it with its database."""
         security = ["--insecure"]
         if self._certificates is not None:
             security = [
@@ -112,7 +112,7 @@ class LocalFederation:
         self._await(lambda: _listens(self._port), "superlink")
 
     def start_node(self, node: int, *, key: Path | None = None, secure: bool | None = None) -> None:
-        """Start a SuperNode, or start it again as the client it was.
+        """Start a SuperNode, or restart it as the same client.
 
         Args:
             node: the client's number.
@@ -161,12 +161,12 @@ class LocalFederation:
         return self._start("run", "flwr", *command)
 
     def log(self, name: str) -> str:
-        """Return what a process has said."""
+        """Return the log of a process."""
         path = self.folder / f"{name}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def stop(self) -> None:
-        """End every process of this federation, and make sure that none is left."""
+        """Stop every process of this federation."""
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()

@@ -3,7 +3,7 @@
 A model travels under the network's own parameter names, as in any Flower app, so that clients
 and strategies of others understand it. Trees (what a method broadcasts, what a rule reports)
 travel as named arrays beside a skeleton in JSON. Arrays are in NumPy's own format without
-pickle, and are looked at where they lie.
+pickle, and are read in place.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_array(array: Array) -> np.ndarray:
         if not size:
             return np.zeros(shape, dtype)
         return np.frombuffer(array.data, dtype, size, head.tell()).reshape(shape)
-    except Exception as error:  # what NumPy's reader raises on made-up bytes has no end
+    except Exception as error:  # NumPy's reader raises many kinds of errors on forged bytes
         raise Refused(f"an array cannot be read: {error}") from error
 
 
@@ -106,7 +106,7 @@ class Codec:
 
     @classmethod
     def of(cls, arrays: ArrayRecord, net: Net | None = None) -> Codec:
-        """Lay out the arrays of a network; without the network, BatchNorm is told by its names."""
+        """Lay out the arrays of a network; without it, BatchNorm is recognised by its names."""
         values = {name: read_array(array) for name, array in arrays.items()}
         if net is not None:
             layout = net.layout
@@ -333,7 +333,7 @@ def the_record(content: RecordDict, kind: type[Any], key: str | None = None) -> 
 
 
 def fault(reply: Message) -> str:
-    """Return the last line of a reply's error, which names the exception."""
+    """Return the last line of a reply's error: it names the exception."""
     lines = (reply.error.reason or "").strip().splitlines()
     return lines[-1] if lines else f"Flower's error code {reply.error.code}"
 

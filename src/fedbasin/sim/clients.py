@@ -1,9 +1,8 @@
-"""What clients keep between rounds, in one store keyed by client id.
+"""The states that clients keep between rounds, in one store keyed by client id.
 
-States lie on the device where all clients' states together are a small part of its memory, else
-in main memory, and in files where they do not fit there either; then they visit the device only
-while their client trains. Simulated clients have no disk of their own: moving this state onto real
-clients replaces this class and nothing else.
+States are on the device if all of them take a small part of its memory. Otherwise they are in main
+memory, or in files if they do not fit there either, and are copied to the device while their client
+trains. On real clients (`deploy.client_state`) each client stores its own state.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.tree import count_bytes, flatten, mapped, rebuild, row, stack, tensors
 
 _DEVICE_SHARE = 1 / 16  # of a GPU's memory that states may take
-_ALIGNED = 8  # every leaf of a stored state begins at a multiple of so many bytes
+_ALIGNED = 8  # every leaf of a stored state begins at a multiple of this many bytes
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class ClientStates:
         vector: a model, for the device of states.
         clients: how many clients there are, N.
         limit: most bytes of main memory that the states of N clients may take.
-        archive: files for them beyond that; without, they stay in main memory.
+        archive: files for them beyond that; without it they stay in main memory.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class ClientStates:
 
 
 def home(device: torch.device, need: int) -> torch.device:
-    """Return where states of so many bytes lie when they are not on disk."""
+    """Return the device of states that take `need` bytes and are not on disk."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         if need <= memory * _DEVICE_SHARE:

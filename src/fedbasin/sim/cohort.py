@@ -63,7 +63,7 @@ def by_transform(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
 
 
 def rung(active: int, ladder: tuple[int, ...] = LADDER) -> int:
-    """Return the smallest size of the ladder that holds so many clients."""
+    """Return the smallest size of the ladder that is at least `active`."""
     return next((size for size in ladder if size >= active), -(-active // 50) * 50)
 
 
@@ -91,11 +91,11 @@ class CohortExecutor(Executor):
         trainer: how a client trains.
         population: the clients' data.
         key: the randomness of requests that bring none.
-        compiled: whether the step is compiled, once for every size of the active set; without, it
+        compiled: whether the step is compiled, once for all sizes of the active set. Otherwise it
             runs eagerly under `vmap` (captured as a graph on CUDA).
         chunk: most clients that advance together; 0 takes as many as the memory holds.
         memory: bytes that they may take; 0 is a share of what is free.
-        backend: what compiles.
+        backend: the compiler.
     """
 
     trainer: Trainer
@@ -139,7 +139,7 @@ class CohortExecutor(Executor):
         work: Callable[[np.ndarray], _One],
         join: Callable[[list[_One]], _All],
     ) -> _All:
-        """Work on as many clients at once as may advance together, fewer where memory runs out."""
+        """Work on clients in chunks that fit in memory, smaller ones after memory runs out."""
         while True:
             width = self._width(len(order), sent.vector)
             try:
@@ -151,7 +151,7 @@ class CohortExecutor(Executor):
             self._shrink(width)  # out of the handler, which holds on to what ran out
 
     def _width(self, clients: int, vector: Tensor) -> int:
-        """Return how many clients advance together: even chunks that the memory holds."""
+        """Return how many clients advance together, in chunks of even size that fit in memory."""
         if not self.counters.width:
             budget = self.memory or int(SHARE * free_bytes(vector.device))
             fits = budget // max(client_bytes(self.trainer, self.population, vector), 1)
@@ -160,7 +160,7 @@ class CohortExecutor(Executor):
         return -(-clients // chunks)
 
     def _shrink(self, width: int) -> None:
-        """Halve the chunk after running out of memory, and say so."""
+        """Halve the chunk after running out of memory, and warn."""
         self.counters.width = -(-width // 2)
         self._captured.clear()
         torch.cuda.empty_cache()
@@ -248,7 +248,7 @@ class CohortExecutor(Executor):
         return _Part(replies, progress.point.buffers, states, losses)
 
     def _fresh(self, vector: Tensor, count: int) -> Any:
-        """Return the optimiser's first state for so many clients."""
+        """Return the optimiser's first state for `count` clients."""
         state = self.trainer.optimiser.init(vector)
         return mapped(lambda leaf: leaf.expand(count, *leaf.shape), state)
 
@@ -298,7 +298,7 @@ class CohortExecutor(Executor):
         dtype = sent.vector.dtype
         trainer = self.trainer
         if not trainer.rules:
-            return []  # nobody asks for what would be counted here
+            return []  # without rules nothing uses the counts
         counts = self.population.class_counts_of(batches.clients, trainer.classes)
         now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
         starts = []
@@ -321,7 +321,7 @@ class CohortExecutor(Executor):
         return starts
 
     def _advance(self, progress: Progress, batches: BatchPlan, steps: np.ndarray) -> Progress:
-        """Take all steps, on ever fewer clients."""
+        """Take all steps, on fewer and fewer clients."""
         done = 0
         last = int(steps.max())
         while done < last:

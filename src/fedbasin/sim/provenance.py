@@ -25,7 +25,7 @@ def identity(
         test: labels of the rows that are scored.
         clients: the training rows that each client holds.
         inputs: of both; only those that are not uint8 are hashed. Pixels and characters are told
-            apart by where they come from, and hashing them would take long.
+            apart by their source, and hashing them would take long.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in (np.array([len(held) for held in clients]), *clients, train, test):

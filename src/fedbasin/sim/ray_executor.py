@@ -2,9 +2,9 @@
 
 Every worker is a Ray actor that holds the clients' rows and an engine of its own (cohort or
 loop) on its own device. A round deals the cohort to the workers and joins what comes back.
-Workers remember nothing that matters: clients' own states stay with the driver and travel
-with their shard, and randomness is keyed by (seed, round, client). So a lost worker is
-replaced, its shard trained again, and the result is that of one process.
+Workers hold no state of the run: clients' own states stay with the driver and are sent with
+their shard, and randomness is keyed by (seed, round, client). So a lost worker is replaced, its
+shard is trained again, and the result equals that of one process.
 
 The rows are placed in Ray's object store once; workers of one machine share that copy.
 Ray passes objects between its processes by pickling them: join only a cluster whose
@@ -113,7 +113,7 @@ class Worker:
 
 
 class RayExecutor(Executor):
-    """Train a cohort in shards on Ray actors, to the result of one process.
+    """Train a cohort in shards on Ray actors. The result equals that of one process.
 
     Args:
         trainer: how a client trains; workers use the kind of device its network is on.
@@ -279,12 +279,12 @@ class RayExecutor(Executor):
                 error = failure
         raise ShardLost(
             f"{shard} was lost {tries + 1} times, the last time because: {_last_line(error)} "
-            "The run goes on from its last checkpoint with fedbasin resume"
+            "Resume the run from its last checkpoint with fedbasin resume"
         ) from error
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that decide a result."""
+    """Return the versions that results depend on."""
     return {name: metadata.version(name) for name in ("fedbasin", "torch")}
 
 

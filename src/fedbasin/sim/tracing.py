@@ -1,9 +1,9 @@
 """A step as one graph of plain operators, compiled once for all numbers of clients.
 
-The step is traced by running it on shapes alone: transforms, rules and layers are then gone, and
-what is left to the compiler is plain, which takes it less time and lets a layer bring a gradient of
-its own. `vmap` writes the number of clients into the graph, as a factor of constants. So the step
-is traced for several numbers, and the constants that grow with them are put back as what they are.
+The step is traced by running it on shapes alone. The graph has no transforms, rules or layers left,
+only plain operators. It compiles faster, and a layer may have a gradient of its own. `vmap` writes
+the number of clients into the graph, as a factor of constants. So the step is traced for several
+numbers of clients, and the constants that grow with them become products with that number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Flat = Callable[..., Sequence[Tensor]]
 
-WIDTHS = (5, 7, 11)  # numbers of clients that are traced; primes, lest constants agree by chance
+WIDTHS = (
+    5,
+    7,
+    11,
+)  # numbers of clients that are traced; primes, so no constant fits by chance
 
 
 _GROUPED = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
@@ -109,7 +113,7 @@ class _Graph:
         self._inputs = [
             mode.from_tensor(
                 leaf,
-                # without a name, lest the value of a scalar be taken for a constant
+                # without a name, or the value of a scalar would become a constant
                 source=ConstantSource(f"input{i}") if leaf.dim() else None,
                 symbolic_context=_sizes(leaf, mapped[i] and self.free),
             )
@@ -119,14 +123,14 @@ class _Graph:
             self.run: Flat = torch._dynamo.lookup_backend(backend)(graph, [*self._inputs])
 
     def fits(self, leaves: list[Tensor]) -> bool:
-        """Whether the graph is good for inputs of so many clients."""
+        """Whether the graph can be used for these inputs."""
         if not self.free:
             return len(leaves[0]) == self.clients
         return self._shapes.evaluate_guards_for_args(self._inputs, leaves, ignore_static=False)
 
 
 def _sizes(leaf: Tensor, free: bool) -> StatelessSymbolicContext[Any, Any]:
-    """Say that no size of a tensor can change, or only the first."""
+    """Mark all sizes of a tensor as fixed, or all but the first."""
     fixed = [DimDynamic.STATIC] * leaf.dim()
     return StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK, *fixed[1:]] if free else fixed)
 

@@ -1,4 +1,4 @@
-"""The worker executor: the clients of a round are shared out to processes of one thread each.
+"""The worker executor: the clients of a round are divided among processes of one thread each.
 
 For networks whose step is mostly arithmetic (convolutions on a CPU), where neither a matrix of
 clients nor torch's own threads help. Every process is a loop executor for its share, so the
@@ -34,11 +34,11 @@ _LINE = 64  # tensors begin at multiples of a cache line
 
 
 class WorkerError(RuntimeError):
-    """A worker that failed or ended, with what it said."""
+    """A worker process that failed or ended, with its error."""
 
 
 class _Place:
-    """Where a tensor lies in shared memory; to the trees of `core.tree` it is a leaf."""
+    """The place of a tensor in shared memory. It is a leaf to the trees of `core.tree`."""
 
     def __init__(self, at: int, shape: torch.Size, dtype: torch.dtype) -> None:
         self.at = at
