@@ -44,7 +44,7 @@ class ReplyMetadata:
     weight: float
     steps: float
     lr_sum: float
-    length: float
+    effective_steps: float
     last_loss: float
     mean_loss: float
 
@@ -152,7 +152,7 @@ class Collector:
             clients=column("client", torch.int64),
             steps=column("steps"),
             lr_sum=column("lr_sum"),
-            effective_steps=column("length"),
+            effective_steps=column("effective_steps"),
             last_loss=column("last_loss", server.dtype),
         )
         losses = column("mean_loss")
@@ -209,7 +209,7 @@ class Collector:
             weight=number(metrics, self.weight_key, least=0),
             steps=number(metrics, "steps", least=0) if own else 1.0,
             lr_sum=number(metrics, "lr-sum", least=0) if own else self.plan.lr,
-            length=number(metrics, "length", least=0) if own else 1.0,
+            effective_steps=number(metrics, "length", least=0) if own else 1.0,
             last_loss=last_loss,
             mean_loss=mean_loss,
         )
