@@ -222,7 +222,8 @@ def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
     trainer = setup.trainer
     net = setup.net
     round = int(number(config, "server-round", least=1)) - 1
-    epochs, steps = (int(number(config, k, least=0)) for k in ("local-epochs", "local-steps"))
+    epochs = int(number(config, "local-epochs", least=0))
+    steps = int(number(config, "local-steps", least=0))
     plan = Plan(number(config, "lr", least=0), epochs or None, steps or None)
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
     codec, vector, buffers = _received(setup, arrays)

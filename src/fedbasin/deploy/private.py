@@ -97,7 +97,8 @@ def answer(config: ConfigRecord, counts: list[int], context: Context, method: Me
         if held is None:
             raise PrivateCountsError("this client holds no key, or has opened its one sum already")
         del context.state[_SECRET]  # first, so that no sum is opened twice whatever happens
-        classes, rows = (int(number(config, k, least=1)) for k in ("classes", "rows"))
+        classes = int(number(config, "classes", least=1))
+        rows = int(number(config, "rows", least=1))
         opened = decrypt_counts(_bytes(held, "secret"), _bytes(config, "sum"), classes, rows)
         return _reply({"total": opened})
     if asked == "score":

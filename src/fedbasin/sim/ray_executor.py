@@ -86,7 +86,8 @@ class Worker:
         if device.type == "cpu":
             torch.set_num_threads(1)  # parallelism is by workers
         trainer = replace(setup.trainer, net=setup.trainer.net.on(device))
-        inputs, labels = (shared_tensor(a).to(device) for a in (setup.inputs, setup.labels))
+        inputs = shared_tensor(setup.inputs).to(device)
+        labels = shared_tensor(setup.labels).to(device)
         population = Population(inputs, labels, setup.offsets)
         self._trainer = trainer
         self._device = device
@@ -296,7 +297,8 @@ def room(resources: dict[str, float], workers: int, on_cuda: bool) -> tuple[int,
     >>> room({"CPU": 8.0}, 0, False)
     (8, 0.0)
     """
-    cores, gpus = (int(resources.get(name, 0)) for name in ("CPU", "GPU"))
+    cores = int(resources.get("CPU", 0))
+    gpus = int(resources.get("GPU", 0))
     if on_cuda and not gpus:
         raise ClusterError("the run is on cuda and the Ray cluster has no GPU; set sim.device=cpu")
     count = workers or (gpus if on_cuda else cores)
