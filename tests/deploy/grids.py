@@ -15,7 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedbasin.core.method import Method
 from fedbasin.core.rng import Key
-from fedbasin.deploy import Desk, FedbasinStrategy, Handling, Records, app_of, strategy_of
+from fedbasin.deploy import ClientSetup, FedbasinStrategy, Handling, Records, app_of, strategy_of
 from fedbasin.sim import Federation
 
 
@@ -45,7 +45,9 @@ class LocalGrid(Grid):
     _inbox: dict[str, list[Message]] = field(default_factory=dict)
 
     def __post_init__(self):
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+        TaskIdentity.run_id = 1
+        TaskIdentity.node_id = 1
+        TaskIdentity.task_id = 1
         ids = Key(self.shuffle).fold("nodes").numpy().permutation(self.clients) + 1000
         for client, node in enumerate(ids.tolist()):
             self.add(client, node)
@@ -100,7 +102,7 @@ class LocalGrid(Grid):
 
 def app_for(federation: Federation) -> ClientApp:
     """A ClientApp whose clients are those of a simulation."""
-    return app_of(lambda context: Desk.of(federation, context, counts="plain"))
+    return app_of(lambda context: ClientSetup.of(federation, context, counts="plain"))
 
 
 def strategy_for(federation: Federation, method: Method, **settings) -> FedbasinStrategy:

@@ -17,7 +17,9 @@ from flwr.clientapp import ClientApp
 
 from fedbasin.deploy import FedbasinStrategy
 
-PARTS, PART, CLIENTS = 40, 100_000, 40  # 16 MB a model
+PARTS = 40  # of a model of 16 MB
+PART = 100_000
+CLIENTS = 40
 SIZE = PARTS * PART
 
 
@@ -63,7 +65,8 @@ class Crowd(LocalGrid):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
 def test_replies_are_averaged_within_three_models_of_memory():
-    grid, peaks = Crowd(ClientApp(), CLIENTS), []
+    grid = Crowd(ClientApp(), CLIENTS)
+    peaks = []
 
     class Measured(FedbasinStrategy):
         def aggregate_train(self, server_round, replies):

@@ -56,7 +56,8 @@ def deployed(federation, **settings):
     return strategy, grid, result
 
 
-EVERYONE, SOME = "fraction(rate=1.0)", "count(clients=3)"
+EVERYONE = "fraction(rate=1.0)"
+SOME = "count(clients=3)"
 CASES = [(method, who) for method in METHODS for who in (EVERYONE, SOME)]
 CASES += [(card.name, SOME) for card in cards("method") if card.name not in METHODS]
 
@@ -66,7 +67,8 @@ def test_three_rounds_equal_the_simulators(expression, participation):
     federation, rounds = simulated(expression, participation=participation)
     strategy, _, _ = deployed(federation)
     server, record = rounds[-1]
-    ours, theirs = dict(flatten(strategy._server)), dict(flatten(server))
+    ours = dict(flatten(strategy._server))
+    theirs = dict(flatten(server))
     assert ours.keys() == theirs.keys()
     for path, leaf in theirs.items():
         if isinstance(leaf, torch.Tensor):

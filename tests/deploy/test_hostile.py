@@ -23,7 +23,7 @@ from fedbasin.core.method import Context, Plan, ReplyError
 from fedbasin.core.rng import root
 from fedbasin.core.round import Returned, RoundSetup, Scoring, Server, Traffic, one_round
 from fedbasin.deploy import private
-from fedbasin.deploy.keep import KeptByClients
+from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.replies import Collected, Guard
 from fedbasin.deploy.wire import (
@@ -172,7 +172,7 @@ def merged(method, before, collected, context, guard=None):
     plan = Plan(0.1)
     scoring = Scoring(rounds=1, test=None)
     setup = RoundSetup(method, context, lambda _: plan, context.key, Lenient(), scoring)
-    steps = one_round(setup, before, collected.replies.clients.numpy(), KeptByClients())
+    steps = one_round(setup, before, collected.replies.clients.numpy(), StatesOnClients())
     next(steps)
     found = gathered_of(collected, before.send, guard)
     with pytest.raises(StopIteration) as end:
@@ -184,7 +184,8 @@ def test_a_state_that_is_not_finite_is_not_kept():
     """The model may be finite where a moment of it is not."""
     method = parse("fedadam", "method")
     codec = Codec.of(ArrayRecord({"a.weight": Array(np.zeros(4, np.float32))}))
-    vector, buffers = torch.zeros(4), torch.zeros(0)
+    vector = torch.zeros(4)
+    buffers = torch.zeros(0)
     context = Context(codec.layout, 10, 1, root(0))
     before = Server(0, vector, vector, buffers, method.init(vector, context))
     replies = replies_of(torch.tensor([[1e25] * 4, [1.0] * 4]))
@@ -223,7 +224,8 @@ def test_a_merge_that_is_refused_leaves_the_models_that_the_old_state_needs(tmp_
     """The merger dies after the method has put new models into the archive in place of old ones."""
     expression = "fedcda(warmup=0, memory=1, store='disk')"
     strategy = run(expression, rounds=2, folder=tmp_path)
-    kind, seen = type(strategy.method), []
+    kind = type(strategy.method)
+    seen = []
     whole = kind.aggregate
 
     def failing(self, state, server, replies, context):

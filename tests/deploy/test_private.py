@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 from fedbasin.core.expressions import parse
 from fedbasin.core.protocols import score_counts
 from fedbasin.core.rng import root
-from fedbasin.deploy import Desk, ServerSide, app_of, place, private
+from fedbasin.deploy import ClientSetup, ServerSide, app_of, place, private
 from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.private import answer, gather
@@ -92,7 +92,7 @@ def test_a_sum_that_is_wrong_costs_the_key():
 
 def test_questions_that_make_no_sense_are_refused():
     nobody = Context(1, 1, {}, RecordDict(), {})
-    with pytest.raises(Refused, match="unknown question 'rows'"):
+    with pytest.raises(Refused, match="unknown question 'rows'; available: who, keys"):
         asked(nobody, **{ASK: "rows"})
     with pytest.raises(Refused, match="public is NoneType, expected bytes"):
         asked(nobody, **{ASK: "encrypt"})
@@ -130,18 +130,20 @@ def test_counts_in_plain_need_the_clients_consent():
     federation = toy_federation(parse("fedavg", "method"))
     executor = federation.executor
 
-    def desk(context):
+    def setup(context):
         client, clients = place(context)
-        return Desk("fedavg", executor.trainer, executor.population.shard(client), client, clients)
+        return ClientSetup(
+            "fedavg", executor.trainer, executor.population.shard(client), client, clients
+        )
 
-    grid = LocalGrid(app_of(desk), 6)
+    grid = LocalGrid(app_of(setup), 6)
     (node, context), *_ = grid.contexts.items()
     config = ConfigRecord({ASK: "who", "class-counts": True})
     message = Message(RecordDict({"config": config}), node, MessageType.QUERY)
     message.metadata.__dict__["_message_id"] = "1"
     with pytest.raises(Refused, match="does not show its class counts in plain"):
         grid.app(message, context)
-    open_app = app_of(lambda context: replace(desk(context), counts="plain"))
+    open_app = app_of(lambda context: replace(setup(context), counts="plain"))
     reply = open_app(message, context)
     client = grid.client(node)
     expected = federation.context.class_counts[client].tolist()
@@ -152,12 +154,14 @@ def test_a_client_whose_targets_have_no_classes_says_who_it_is():
     executor = toy_federation(parse("fedavg", "method")).executor
     trainer = replace(executor.trainer, classes=0)
 
-    def desk(context):
+    def setup(context):
         client, clients = place(context)
         shard = executor.population.shard(client)
-        return Desk("fedavg", trainer, shard._replace(labels=shard.labels / 3), client, clients)
+        return ClientSetup(
+            "fedavg", trainer, shard._replace(labels=shard.labels / 3), client, clients
+        )
 
-    grid = LocalGrid(app_of(desk), 6)
+    grid = LocalGrid(app_of(setup), 6)
     (node, context), *_ = grid.contexts.items()
     message = Message(RecordDict({"config": ConfigRecord({ASK: "who"})}), node, MessageType.QUERY)
     message.metadata.__dict__["_message_id"] = "1"

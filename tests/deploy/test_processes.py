@@ -127,7 +127,7 @@ def test_the_superlink_is_killed_and_the_run_ends_as_if_it_never_had_been(tmp_pa
         nodes.start_link()
         process = nodes.run(LEAN, settings)
         summary = finished(run, process, nodes)
-        assert "Going on after round 1" in nodes.log("run")
+        assert "Resuming after round 1" in nodes.log("run")
     assert [r.round for r in rounds(run)] == [1, 2, 3] and summary["status"] == "finished"
     expected = in_process(2, 3).to_torch_state_dict()
     for name, tensor in load_file(run.model).items():

@@ -71,7 +71,8 @@ def test_other_methods_need_no_other_client(method, quickstart, caplog):
     _, plain = started(FedbasinStrategy("fedavg"), quickstart)
     assert any("numbered as they come" in r.getMessage() for r in caplog.records)
     assert result.evaluate_metrics_clientapp[3]["eval_acc"] > 0.3
-    ours, theirs = result.arrays.to_torch_state_dict(), plain.arrays.to_torch_state_dict()
+    ours = result.arrays.to_torch_state_dict()
+    theirs = plain.arrays.to_torch_state_dict()
     if method != "fedcda":  # its first quarter is FedAvg
         assert any(not torch.allclose(ours[name], theirs[name]) for name in ours)
     if method.startswith("ima(fedavg"):  # clients are told the smaller steps

@@ -379,7 +379,8 @@ def test_an_update_far_from_the_cohort_is_dropped():
 def test_far_updates_are_found_by_their_norm(action):
     """Against plain NumPy, on made-up replies."""
     draws = np.random.default_rng(0)
-    start, moves = draws.normal(size=9), draws.normal(size=(6, 9))
+    start = draws.normal(size=9)
+    moves = draws.normal(size=(6, 9))
     moves[CULPRIT] *= 100
     moves[4] *= 40
     replies = replies_of(torch.from_numpy(start + moves), weights=[1, 2, 3, 4, 5, 6])
@@ -448,9 +449,9 @@ def test_nodes_that_claim_the_impossible_are_left_out(caplog):
 def test_what_a_node_says_of_itself_is_checked(facts, words):
     clients = Clients(Mailbox(None), total=6)
     good = {"partition-id": 2, "num-partitions": 6, "num-examples": 10}
-    assert clients._seat(good).client == 2
+    assert clients._identity(good).client == 2
     with pytest.raises(Refused, match=words):
-        clients._seat(good | facts)
+        clients._identity(good | facts)
 
 
 def test_a_late_error_is_no_late_reply():
@@ -542,7 +543,8 @@ class Frozen(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.head = nn.Linear(4, 5).requires_grad_(False), nn.Linear(5, 3)
+        self.body = nn.Linear(4, 5).requires_grad_(False)
+        self.head = nn.Linear(5, 3)
 
     def forward(self, x):
         return self.head(torch.tanh(self.body(x)))
@@ -566,7 +568,8 @@ def test_parts_that_do_not_learn_must_be_the_servers(scale, caplog):
         server=ServerSide(net=Net(server)),
         handling=Handling(patience=0.5),
     )
-    arrays, grid = ArrayRecord(server.state_dict()), LocalGrid(app, 3)
+    arrays = ArrayRecord(server.state_dict())
+    grid = LocalGrid(app, 3)
     config = ConfigRecord({"lr": 0.1})
     if scale == 1:
         strategy.start(grid, arrays, num_rounds=1, timeout=0.5, train_config=config)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
 from deploy.grids import LocalGrid, app_for, strategy_for
-from deploy.test_seats import foreign, telling
+from deploy.test_identities import foreign, telling
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from fedbasin.core.expressions import parse
@@ -23,7 +23,7 @@ from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.sink import Sink, SinkError
 from fedbasin.core.state import same
 from fedbasin.deploy import FedbasinStrategy, Guard, Records, ServerSide
-from fedbasin.deploy.keep import OwnState
+from fedbasin.deploy.client_state import ClientStateStore
 from fedbasin.deploy.wire import Refused
 from fedbasin.testing import toy_federation
 
@@ -200,7 +200,8 @@ def test_a_client_goes_back_where_its_round_was_not_merged(fault, in_file, tmp_p
     everyone = fault == "no merge"
     federation, expected = simulated(range(6) if everyone else {2})
     kind = type(federation.method)
-    whole, seen = kind.aggregate, []
+    whole = kind.aggregate
+    seen = []
 
     def merging(self, state, server, replies, context):
         if everyone and context.round == 1 and seen:
@@ -226,7 +227,8 @@ def test_a_client_goes_back_where_its_round_was_not_merged(fault, in_file, tmp_p
     assert len(seen) == 18
     assert ("merge_refused" in strategy.journal.records[1].notes) == everyone
     torch.testing.assert_close(strategy._server.send, expected.send, rtol=1e-9, atol=1e-11)
-    ours, theirs = strategy._server.state.control, expected.state.control
+    ours = strategy._server.state.control
+    theirs = expected.state.control
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
@@ -254,34 +256,35 @@ def test_own_state_remembers_the_round_and_the_one_before(in_file, tmp_path):
     where = context(**({"state-dir": str(tmp_path)} if in_file else {}))
 
     def own():
-        return OwnState(where, "ab12", 3, ZERO)
+        return ClientStateStore(where, "ab12", 3, ZERO)
 
-    one, two = (torch.ones(3), ()), (torch.ones(3) * 2, ())
+    one = (torch.ones(3), ())
+    two = (torch.ones(3) * 2, ())
     assert same(own().at(0, 0), ZERO)
-    own().keep(0, ZERO, one)
+    own().write(0, ZERO, one)
     assert same(own().at(0, 0), ZERO)  # the round is asked for again
     assert same(own().at(1, 1), one)
     assert same(own().at(3, 0), ZERO)  # the round was not merged
-    own().keep(4, one, two)
+    own().write(4, one, two)
     assert same(own().at(4, 1), one) and same(own().at(9, 5), two) and same(own().at(9, 4), one)
     assert same(own().at(2, 0), one)  # the best it can do
     assert len(where.state) == (0 if in_file else 2)
-    another = OwnState(where, "cd34", 3, ZERO)
+    another = ClientStateStore(where, "cd34", 3, ZERO)
     assert same(another.at(1, 1), ZERO)  # another federation
-    neighbour = OwnState(replace(where, state=RecordDict()), "ab12", 4, ZERO)
+    neighbour = ClientStateStore(replace(where, state=RecordDict()), "ab12", 4, ZERO)
     assert same(neighbour.at(1, 1), ZERO)
 
 
 def test_a_client_without_a_state_writes_nothing(tmp_path):
     where = context(**{"state-dir": str(tmp_path)})
-    OwnState(where, "ab12", 3, ((),)).keep(0, ((),), ((),))
+    ClientStateStore(where, "ab12", 3, ((),)).write(0, ((),), ((),))
     assert not list(tmp_path.iterdir()) and not where.state
 
 
 @pytest.mark.parametrize("name", ["../etc", "", "AB", "a/b", "x" * 3, "a" * 65])
 def test_a_federation_cannot_choose_another_folder(name, tmp_path):
     with pytest.raises(Refused, match="hexadecimal"):
-        OwnState(context(**{"state-dir": str(tmp_path)}), name, 0, ZERO)
+        ClientStateStore(context(**{"state-dir": str(tmp_path)}), name, 0, ZERO)
 
 
 def test_two_servers_do_not_share_a_folder(tmp_path):
@@ -296,7 +299,8 @@ def test_a_strategy_that_is_started_twice_begins_twice():
     federation = federation_of("scaffold")
     strategy = strategy_for(federation, federation.method)
     arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
-    grid, found = LocalGrid(app_for(federation), 6), []
+    grid = LocalGrid(app_for(federation), 6)
+    found = []
     for _ in range(2):
         strategy.start(grid, arrays, num_rounds=2, timeout=0.5)
         found.append((strategy._server.send, len(strategy.journal.records)))

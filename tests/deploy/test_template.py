@@ -59,11 +59,13 @@ def test_a_new_app_equals_the_simulation_of_its_settings(package, tmp_path):
     plain = nested(settings)
     del plain["federation"]
     run(from_mapping(plain), tmp_path / "simulated")
-    ours, theirs = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "simulated")
+    ours = RunFolder(tmp_path / "run")
+    theirs = RunFolder(tmp_path / "simulated")
     for a, b in zip(ours.read_rounds(), theirs.read_rounds(), strict=True):
         assert a.metric("accuracy") == pytest.approx(b.metric("accuracy"), abs=0.01)
         assert a.metric("loss") == pytest.approx(b.metric("loss"), rel=1e-4)
-    found, expected = load_file(ours.model), load_file(theirs.model)
+    found = load_file(ours.model)
+    expected = load_file(theirs.model)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 

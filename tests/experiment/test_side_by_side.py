@@ -20,7 +20,7 @@ from fedbasin.experiment.child_process import _OnceFilter, warn_once
 from fedbasin.experiment.config import PartitionConfig, SimConfig
 from fedbasin.experiment.pool import _WorkerProcess, outcomes
 from fedbasin.experiment.runs import Cell, cells, run_cells
-from fedbasin.sim.run import Interrupted
+from fedbasin.sim.runner import Interrupted
 
 SMALL = Experiment(
     model="mlp(widths=(8,))",

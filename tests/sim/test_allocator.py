@@ -1,11 +1,11 @@
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
 from fedbasin.core.record import RunFolder
 from fedbasin.methods import FedAvg
+from fedbasin.sim import runner
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.testing import toy_federation
 
@@ -52,7 +52,6 @@ def test_other_systems_are_left_alone(monkeypatch):
 
 def test_a_run_hands_gaps_back_with_every_checkpoint(tmp_path, monkeypatch):
     calls = []
-    module = import_module("fedbasin.sim.run")
-    monkeypatch.setattr(module, "hand_back_gaps", lambda: calls.append(1))
-    module.run(toy_federation(FedAvg(), rounds=7), RunFolder(tmp_path), {}, checkpoint_every=3)
+    monkeypatch.setattr(runner, "hand_back_gaps", lambda: calls.append(1))
+    runner.run(toy_federation(FedAvg(), rounds=7), RunFolder(tmp_path), {}, checkpoint_every=3)
     assert len(calls) == 3  # after rounds 3, 6 and the last

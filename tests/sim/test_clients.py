@@ -76,7 +76,8 @@ def test_states_come_back_from_disk_bit_for_bit(tmp_path):
 
 
 def test_states_go_to_disk_only_where_they_do_not_fit(tmp_path):
-    rules, vector = Scaffold().rules(), torch.zeros(10)  # 40 bytes a client
+    rules = Scaffold().rules()
+    vector = torch.zeros(10)  # 40 bytes a client
 
     def where(limit, archive=True, rules=rules):
         files = Archive(tmp_path / "x") if archive else None
@@ -95,7 +96,8 @@ def test_a_gpu_keeps_states_only_while_they_are_a_small_part_of_its_memory(monke
         total_memory: int = 1600
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    gpu = torch.device("cuda")
+    cpu = torch.device("cpu")
     assert [home(gpu, 100), home(gpu, 101), home(cpu, 1)] == [gpu, cpu, cpu]
 
 
@@ -142,7 +144,7 @@ def test_crashes_between_checkpoints_resume_to_the_same_bits(tmp_path):
     for after, _ in federation.rounds_from(server, states):
         if after.round == 3:
             save(path, (after, states.kept()))
-            states.saved()
+            states.mark_saved()
         if after.round == 6:
             break
     for until in (5, 7):
@@ -164,11 +166,11 @@ def test_a_client_has_one_file_or_two(tmp_path):
         return [int(p.stem[-6:]) for p in sorted(tmp_path.glob(f"client{client:06d}*"))]
 
     states.put([0, 1], [filled(0), filled(1)], 0)
-    states.saved()
+    states.mark_saved()
     for t in (1, 2, 3):
         states.put([0], [filled(t)], t)
         assert rounds_of(0) == [0, t] and rounds_of(1) == [0]
-    states.saved()
+    states.mark_saved()
     assert rounds_of(0) == [3] and rounds_of(1) == [0]
 
 

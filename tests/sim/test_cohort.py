@@ -22,9 +22,9 @@ from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Point
 from fedbasin.methods import FedAvg, Scaffold
 from fedbasin.sim import LoopExecutor, Population
+from fedbasin.sim.captured_step import CapturedStep, Progress, cloned, in_place
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import LADDER, CohortExecutor, Counters, Unsupported, rung
-from fedbasin.sim.lane import Lane, Progress, cloned, in_place
 from fedbasin.sim.memory import client_bytes, free_bytes
 from fedbasin.sim.survey import gradients
 from fedbasin.sim.tracing import Compiled
@@ -104,7 +104,8 @@ def trained(executor, plan, rules=(), cohort=(0, 1, 2, 3), rounds=2):
 
 def assert_equal(a, b, tolerance=1e-9):
     for name in ("models", "weights", "clients", "steps", "lr_sum", "effective_steps", "last_loss"):
-        left, right = getattr(a.replies, name), getattr(b.replies, name)
+        left = getattr(a.replies, name)
+        right = getattr(b.replies, name)
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance, check_dtype=False)
     torch.testing.assert_close(
         a.train_loss, b.train_loss, rtol=tolerance, atol=tolerance, check_dtype=False
@@ -205,9 +206,11 @@ def test_fewer_epochs_need_no_further_compiling_and_train_as_ever():
     loop, cohort = executors("logistic", (1, 6, 6))
     cohort = replace(cohort, compiled=True, backend="eager")
     vector, buffers = cohort.trainer.net.initial()
-    who, seen = np.array([0, 2, 3]), []
+    who = np.array([0, 2, 3])
+    seen = []
     for t, epochs in enumerate((3, 2, 1, 4)):
-        sent, plan = Sent(vector, buffers, (), t), Plan(0.1, epochs)
+        sent = Sent(vector, buffers, (), t)
+        plan = Plan(0.1, epochs)
         request = TrainRequest(who, sent, plan, ClientStates((), vector))
         ours, theirs = (each.train([request])[0].replies for each in (cohort, loop))
         torch.testing.assert_close(ours.models, theirs.models, rtol=1e-9, atol=1e-12)
@@ -237,14 +240,15 @@ def test_a_step_that_cannot_be_compiled_runs_as_it_is_and_says_so():
 
 
 def test_a_step_that_fails_as_it_is_fails_at_once():
-    people, calls = executors("logistic", (1, 6, 6))[0].population, []
+    people = executors("logistic", (1, 6, 6))[0].population
+    calls = []
 
     def broken(*given, **how):
         calls.append(given)
         raise ValueError("no such row")
 
     with pytest.raises(ValueError, match="no such row"):
-        Lane(broken, broken, people).run(None, None, 1)
+        CapturedStep(broken, broken, people).run(None, None, 1)
     assert len(calls) == 1
 
 
@@ -312,7 +316,8 @@ def test_a_memory_budget_cuts_the_cohort_into_even_chunks():
 
 def test_a_probe_is_cut_into_the_chunks_of_training(monkeypatch):
     loop, cohort = executors("mlp(widths=(4,))", (1, 2, 2))
-    sent, who = Sent(*loop.trainer.net.initial(), (), 0), np.array([3, 0, 2])
+    sent = Sent(*loop.trainer.net.initial(), (), 0)
+    who = np.array([3, 0, 2])
     seen = []
 
     def watched(trainer, population, clients, sent):
@@ -322,7 +327,8 @@ def test_a_probe_is_cut_into_the_chunks_of_training(monkeypatch):
         return gradients(trainer, population, clients, sent)
 
     monkeypatch.setattr("fedbasin.sim.cohort.gradients", watched)
-    wanted, most = loop.probe([ProbeRequest(who, sent)])[0], 3
+    wanted = loop.probe([ProbeRequest(who, sent)])[0]
+    most = 3
     for chunk, cut in ((0, [[3, 0, 2]]), (2, [[3, 0], [2]]), (1, [[3], [0], [2]])):
         seen.clear()
         found = replace(cohort, chunk=chunk, counters=Counters()).probe([ProbeRequest(who, sent)])[
@@ -356,14 +362,15 @@ def test_bigger_networks_and_batches_take_more_memory():
 
 def test_out_of_memory_halves_the_chunk_says_so_and_gives_the_same_result(monkeypatch):
     loop, cohort = executors("mlp(widths=(4,))", (1, 2, 2))
-    run, most = Lane.run, 1
+    run = CapturedStep.run
+    most = 1
 
-    def narrow(self, progress, course, count):
+    def narrow(self, progress, batches, count):
         if len(progress.sums) > most:
             raise torch.OutOfMemoryError("no room")
-        return run(self, progress, course, count)
+        return run(self, progress, batches, count)
 
-    monkeypatch.setattr(Lane, "run", narrow)
+    monkeypatch.setattr(CapturedStep, "run", narrow)
     with pytest.warns(UserWarning, match=r"ran out of memory; going on with [21]\b"):
         found = trained(cohort, Plan(0.1, 2))
     torch.testing.assert_close(found.replies.models, trained(loop, Plan(0.1, 2)).replies.models)
@@ -379,7 +386,8 @@ def test_mixed_precision_trains_close_to_single_and_keeps_models_in_it():
     mixed = copy.copy(net)
     mixed.mixed = True
     half = replace(single, trainer=replace(single.trainer, net=mixed))
-    a, b = trained(single, Plan(0.1, 2)), trained(half, Plan(0.1, 2))
+    a = trained(single, Plan(0.1, 2))
+    b = trained(half, Plan(0.1, 2))
     assert b.replies.models.dtype == torch.float32
     assert not torch.equal(a.replies.models, b.replies.models)
     torch.testing.assert_close(a.replies.models, b.replies.models, rtol=0.05, atol=0.02)
@@ -390,18 +398,20 @@ def test_a_step_in_place_is_the_step(backend):
     """What a captured graph replays, compiled or not, on a device that cannot capture."""
     _, cohort = executors("mlp(widths=(4,))", (1, 2, 2), optimiser=SGD(0.9, 0.01))
     vector, buffers = cohort.trainer.net.initial()
-    sent, steps = Sent(vector, buffers, (), 0), np.array([4, 1])
-    course, _ = cohort._course(np.array([0, 1]), steps, sent, Plan(0.1, 1), KEY)
+    sent = Sent(vector, buffers, (), 0)
+    steps = np.array([4, 1])
+    batches, _ = cohort._batch_plan(np.array([0, 1]), steps, sent, Plan(0.1, 1), KEY)
     point = Point(vector.expand(2, -1), cohort._fresh(vector, 2), buffers[None], ())
     point = point._replace(buffers=buffers.expand(2, -1))
     progress = cloned(Progress(point, vector.new_zeros(2, 4), torch.zeros((), dtype=torch.int64)))
     data = (cohort.population.inputs, cohort.population.labels)
-    expected = cohort._one_step(progress, course, *data)
+    expected = cohort._one_step(progress, batches, *data)
     advance = in_place(cohort._one_step)
     if backend:
         advance = Compiled(advance, backend)
-    advance(progress, course, *data)
+    advance(progress, batches, *data)
     assert int(progress.number) == 1
     torch.testing.assert_close(progress.point.vector, expected.point.vector, rtol=1e-12, atol=0)
-    ours, theirs = tensors(progress.point.state), tensors(expected.point.state)
+    ours = tensors(progress.point.state)
+    theirs = tensors(expected.point.state)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)

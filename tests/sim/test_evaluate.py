@@ -46,7 +46,8 @@ def test_models_are_seen_with_the_statistics_given_and_with_the_rows_asked_for()
     inputs = torch.from_numpy(rng.integers(0, 256, (9, 3)).astype(np.uint8))
     labels = torch.from_numpy(rng.integers(0, 4, 9))
     vector, buffers = net.initial()
-    given, rows = buffers + 0.5, torch.tensor([7, 2, 5])
+    given = buffers + 0.5
+    rows = torch.tensor([7, 2, 5])
     examiner = Evaluator(
         net, inputs, labels, lambda raw, key=None: raw.double(), Classification(), (), given
     )

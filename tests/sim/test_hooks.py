@@ -85,7 +85,8 @@ def gathered(federation, cohort):
 def test_every_hook_does_the_same_in_both_engines():
     loop, cohort = both(FedAvg(local=Nosy()))
     clients = loop.eligible
-    a, b = gathered(loop, clients), gathered(cohort, clients)
+    a = gathered(loop, clients)
+    b = gathered(cohort, clients)
     torch.testing.assert_close(a.replies.models, b.replies.models, rtol=1e-9, atol=1e-12)
     for mine, theirs in zip(a.replies.reports[0].survey, b.replies.reports[0].survey, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
@@ -125,10 +126,12 @@ class Told(LocalRule):
 def test_a_rule_is_told_the_round_and_what_its_client_holds_and_does():
     for federation in both(FedAvg(local=Told())):
         server, states = federation.begin()
-        sent, plan = Sent(server.send, server.buffers, ((),), 3), federation.schedule(3)
+        sent = Sent(server.send, server.buffers, ((),), 3)
+        plan = federation.schedule(3)
         request = TrainRequest(np.array([5, 2, 0]), sent, plan, states)
         replies = federation.executor.train([request])[0].replies
-        found, sizes = replies.reports[0], np.array([1, 7, 16])
+        found = replies.reports[0]
+        sizes = np.array([1, 7, 16])
         passes = -(-sizes // 4)
         assert replies.clients.tolist() == [5, 2, 0]
         assert found.round.tolist() == [3] * 3 and found.lr.tolist() == [plan.lr] * 3
@@ -189,10 +192,10 @@ def test_rows_are_drawn_in_proportion_to_their_chances():
     for round in range(200):
         sent = Sent(*federation.net.initial(), ((),), round)
         plan = federation.schedule(0)
-        course, _ = executor._course(
+        batches, _ = executor._batch_plan(
             federation.eligible[:1], np.array([8]), sent, plan, executor.key
         )
-        counts += torch.bincount(labels[course.rows[course.real]], minlength=3)
+        counts += torch.bincount(labels[batches.rows[batches.real]], minlength=3)
     present = torch.bincount(labels, minlength=3) > 0
     share = counts / counts.sum()
     assert share[~present].sum() == 0

@@ -34,7 +34,8 @@ def test_cohorts_are_distinct_sorted_and_of_the_right_size():
     ["fraction(rate=0.5)", "reseeded(seed=3, rate=0.5)", "count(2)", "bernoulli(rate=0.5)"],
 )
 def test_only_clients_that_hold_data_are_drawn_and_all_of_them(source):
-    holders, choice = np.array([3, 5, 8, 21]), parse(source, "participation")
+    holders = np.array([3, 5, 8, 21])
+    choice = parse(source, "participation")
     drawn = [draw_cohort(choice, holders, root(0), round) for round in range(40)]
     assert set(np.concatenate(drawn).tolist()) == set(holders.tolist())
 
@@ -164,7 +165,8 @@ def test_scores_equal_a_plain_loop():
         rows_at_once=10,
     )
     vector, _ = net.initial()
-    weight, bias = vector[:12].reshape(4, 3).numpy(), vector[12:].numpy()
+    weight = vector[:12].reshape(4, 3).numpy()
+    bias = vector[12:].numpy()
     logits = (inputs.numpy() / 255) @ weight.T + bias
     y = labels.numpy()
     shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)

@@ -125,7 +125,8 @@ class Mortal(LoopExecutor):
 
     def train(self, requests):
         gathered = super().train(requests)
-        cohort, sent = requests[0].cohort, requests[0].sent
+        cohort = requests[0].cohort
+        sent = requests[0].sent
         deaths = len(list(self.folder.iterdir()))
         if 0 in cohort and ((sent.round == 1 and not deaths) or sent.round == 3):
             (self.folder / str(deaths)).touch()
@@ -153,7 +154,9 @@ def test_statistics_come_back_and_an_engines_own_error_is_raised_as_it_is(cluste
     base = toy_federation(FedAvg(), module=layers)
     vector, buffers = base.net.initial()
     states = ClientStates((), vector)
-    who, sent, plan = np.array([4, 0, 2]), Sent(vector, buffers, (), 0), Plan(0.1, 2)
+    who = np.array([4, 0, 2])
+    sent = Sent(vector, buffers, (), 0)
+    plan = Plan(0.1, 2)
     request = TrainRequest(who, sent, plan, states, Key(5))  # not the executor's own randomness
     expected = base.executor.train([request])[0]
     spread = on_ray(base, LoopExecutor, workers=2)
@@ -227,7 +230,8 @@ def test_a_run_resumed_with_other_workers_on_a_cluster_ends_the_same(cluster, al
         if record.round == 3:
             raise ConnectionAbortedError("pulled")
 
-    sim, folder = replace(EXPERIMENT.sim, executor="ray", workers=2), tmp_path / "run"
+    sim = replace(EXPERIMENT.sim, executor="ray", workers=2)
+    folder = tmp_path / "run"
     with pytest.raises(ConnectionAbortedError):
         run(replace(EXPERIMENT, sim=sim), folder, on_round=stop)
     config = folder / "config.toml"

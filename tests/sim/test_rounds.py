@@ -19,7 +19,7 @@ from fedbasin.local import Prox
 from fedbasin.methods import FedAvg, FedProx, Mime, Scaffold
 from fedbasin.sim import Diverged, Interrupted, run
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.run import _stop_after_round, start_from_prefix
+from fedbasin.sim.runner import _stop_after_round, start_from_prefix
 from fedbasin.testing import toy_federation
 
 
@@ -38,7 +38,8 @@ def models(federation):
 
 
 def test_methods_see_the_same_start_cohorts_and_batches():
-    a, b = toy_federation(FedAvg()), toy_federation(FedAvg(local=Prox(0.0)))
+    a = toy_federation(FedAvg())
+    b = toy_federation(FedAvg(local=Prox(0.0)))
     assert torch.equal(a.begin()[0].send, b.begin()[0].send)
     for x, y in zip(models(a), models(b), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=0)
@@ -75,7 +76,8 @@ def test_rounds_of_several_runs_may_be_answered_together(method, matrix):
         for n, gathered in enumerate(executor.train(requests)):
             with pytest.raises(StopIteration) as end:
                 steps[n].send(Returned(gathered, Traffic()))
-            server, states = end.value.value[0], held[n][1]
+            server = end.value.value[0]
+            states = held[n][1]
             states.put(cohorts[n].tolist(), gathered.own, round)
             held[n] = (server, states)
             torch.testing.assert_close(server.send, alone[n][round], rtol=1e-9, atol=1e-12)
@@ -109,7 +111,8 @@ def test_records_say_what_happened():
 
 def test_drop_outs_are_counted_and_a_round_without_replies_keeps_the_model():
     federation = replace(toy_federation(FedAvg(), rounds=30), dropout=0.8)
-    found, sent = records(federation), [federation.begin()[0].send, *models(federation)]
+    found = records(federation)
+    sent = [federation.begin()[0].send, *models(federation)]
     assert all(r.replies + r.dropped == 3 for r in found)
     empty = [r.round for r in found if r.replies == 0]
     assert empty and len(empty) < 30
@@ -142,7 +145,8 @@ def test_what_is_scored_and_what_is_sent_are_kept_apart():
 
 
 def test_the_update_is_of_what_is_sent():
-    found, plain = records(toy_federation(Apart())), records(toy_federation(FedAvg()))
+    found = records(toy_federation(Apart()))
+    plain = records(toy_federation(FedAvg()))
     assert [r.update_norm for r in found] == [r.update_norm for r in plain]
 
 
@@ -295,7 +299,8 @@ def test_resuming_into_a_round_without_replies_still_knows_one_model_from_two(tm
 
 
 def test_a_run_writes_its_folder(tmp_path):
-    federation, folder = toy_federation(Scaffold(), rounds=12), RunFolder(tmp_path)
+    federation = toy_federation(Scaffold(), rounds=12)
+    folder = RunFolder(tmp_path)
     seen = []
     summary = run(
         federation, folder, {"method": "scaffold"}, checkpoint_every=5, on_round=seen.append
@@ -328,7 +333,8 @@ def test_resuming_ends_in_the_same_bits_and_records(tmp_path, method, stop):
             for r in folder.read_rounds()
         ]
 
-    whole, parts = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parts")
+    whole = RunFolder(tmp_path / "whole")
+    parts = RunFolder(tmp_path / "parts")
     for folder in (whole, parts):
         folder.path.mkdir()
     federation = replace(toy_federation(method, rounds=8), dropout=0.5)
@@ -348,7 +354,8 @@ def test_resuming_ends_in_the_same_bits_and_records(tmp_path, method, stop):
 
 
 def test_a_run_goes_on_after_its_last_checkpoint_and_counts_the_seconds_before(tmp_path):
-    federation, folder = toy_federation(FedAvg(), rounds=8), RunFolder(tmp_path)
+    federation = toy_federation(FedAvg(), rounds=8)
+    folder = RunFolder(tmp_path)
 
     def slow(record):
         time.sleep(0.05)
@@ -372,7 +379,8 @@ def signal_in(round):
 
 
 def test_a_run_that_is_asked_to_stop_saves_its_round_first(tmp_path):
-    federation, folder = toy_federation(FedAvg(), rounds=8), RunFolder(tmp_path)
+    federation = toy_federation(FedAvg(), rounds=8)
+    folder = RunFolder(tmp_path)
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(Interrupted, match="stopped by the user after round 4"):
         run(federation, folder, {}, on_round=signal_in(4))
@@ -384,7 +392,8 @@ def test_a_run_that_is_asked_to_stop_saves_its_round_first(tmp_path):
 
 
 def test_a_run_that_is_asked_to_stop_in_its_last_round_is_finished(tmp_path):
-    federation, folder = toy_federation(FedAvg(), rounds=4), RunFolder(tmp_path)
+    federation = toy_federation(FedAvg(), rounds=4)
+    folder = RunFolder(tmp_path)
     assert run(federation, folder, {}, on_round=signal_in(4))["status"] == "finished"
     assert folder.model.exists()
 

@@ -18,9 +18,9 @@ from fedbasin.models.convolution import Convolution
 from fedbasin.models.normalisation import Normalisation
 from fedbasin.models.pooling import Pooling
 from fedbasin.sim import LoopExecutor, Population
+from fedbasin.sim.captured_step import CapturedStep, in_place, repeated
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.lane import Lane, in_place, repeated
 
 KEY = root(7)
 SIZES = (20, 17, 24)  # as many steps for each, which is one graph to compile
@@ -48,7 +48,8 @@ def calls(monkeypatch):
 
 def update_of(make, mixed=False, side=8, model="resnet8"):
     """What two epochs change in the models of three clients."""
-    rng, shape = KEY.fold("data").numpy(), (3, side, side)
+    rng = KEY.fold("data").numpy()
+    shape = (3, side, side)
     inputs = rng.integers(0, 256, (sum(SIZES), *shape), dtype=np.uint8)
     ends = np.cumsum(SIZES)
     rows = [np.arange(end - n, end) for n, end in zip(SIZES, ends, strict=True)]
@@ -58,7 +59,8 @@ def update_of(make, mixed=False, side=8, model="resnet8"):
     transform = Transform((0.5,) * 3, (0.25,) * 3, augment=True, kind="image")
     executor = make(Trainer(net, (), SGD(0.9, 1e-3), 8, transform, 10, clip=10.0), people, KEY)
     vector, buffers = net.initial()
-    states, everyone = ClientStates((), vector), np.arange(len(SIZES))
+    states = ClientStates((), vector)
+    everyone = np.arange(len(SIZES))
     gathered = executor.train(
         [TrainRequest(everyone, Sent(vector, buffers, (), 0), Plan(0.05, 2), states)]
     )[0]
@@ -99,17 +101,18 @@ def copies_of_a_step(rules, shared):
     with torch_draws_from(KEY):
         net = Net(parse("mlp(widths=(5,))", "model")((1, 4, 4), 3))
     transform = Transform((0.5,), (0.25,), augment=False, kind="image")
-    inputs, labels = np.zeros((8, 1, 4, 4), dtype=np.uint8), np.zeros(8, dtype=np.int64)
+    inputs = np.zeros((8, 1, 4, 4), dtype=np.uint8)
+    labels = np.zeros(8, dtype=np.int64)
     people = Population.of(inputs, labels, [np.arange(4), np.arange(4, 8)], "cpu")
     executor = CohortExecutor(Trainer(net, rules, SGD(), 4, transform, 3), people, KEY)
     seen = []
 
-    def looked_at(progress, course, *data):
-        graph = make_fx(in_place(executor._one_step))(progress, course, *data)
+    def looked_at(progress, batches, *data):
+        graph = make_fx(in_place(executor._one_step))(progress, batches, *data)
         seen.append(sum(node.target is torch.ops.aten.copy_.default for node in graph.graph.nodes))
         return progress
 
-    executor._lanes[2, 1] = Lane(repeated(looked_at), repeated(looked_at), people)
+    executor._captured[2, 1] = CapturedStep(repeated(looked_at), repeated(looked_at), people)
     vector, buffers = net.initial()
     everyone = np.arange(2)
     sent = Sent(vector, buffers, tuple(each(vector) for each in shared), 0)

@@ -50,7 +50,8 @@ def test_workers_give_the_loops_result_to_the_bit(workers):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        (ours, kept, record), (theirs, their_kept, their_record) = after(workers), after(loop)
+        ours, kept, record = after(workers)
+        theirs, their_kept, their_record = after(loop)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(ours.send, theirs.send)
@@ -99,7 +100,8 @@ def test_a_lost_worker_is_an_error_that_names_its_end(workers):
 
 
 def test_a_clients_own_error_comes_back_and_the_next_round_goes_well(workers):
-    executor, context = workers.executor, workers.context
+    executor = workers.executor
+    context = workers.context
     vector, buffers = executor.trainer.net.initial()
     shared = Scaffold().broadcast(Scaffold().init(vector, context), vector, context)
     states = ClientStates(executor.zero_state(vector), vector)

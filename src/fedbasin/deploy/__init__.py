@@ -1,13 +1,13 @@
 """The same methods and client rules in a real federation, on Flower (``fedbasin[flower]``)."""
 
 from fedbasin.deploy.app import first_arrays, nested, strategy_of, write_app
-from fedbasin.deploy.client import Desk, app_of, client_app, place
+from fedbasin.deploy.client import ClientSetup, app_of, client_app, place
 from fedbasin.deploy.replies import Guard
 from fedbasin.deploy.settings import Handling, Records, ServerSide
 from fedbasin.deploy.strategy import FedbasinStrategy
 
 __all__ = [
-    "Desk",
+    "ClientSetup",
     "FedbasinStrategy",
     "Guard",
     "Handling",

@@ -60,8 +60,8 @@ def strategy_of(federation: Federation, *, seed: int, **settings: Any) -> Fedbas
     Args:
         federation: what was simulated.
         seed: with which seed.
-        settings: further arguments of `FedbasinStrategy`, which win. ``server`` replaces what
-            `ServerSide.of` makes of the federation.
+        settings: further arguments of `FedbasinStrategy`, which override the federation's.
+            ``server`` replaces `ServerSide.of(federation)`.
     """
     if root(seed) != federation.key:
         raise ValueError(f"the federation was built with another seed than {seed}")

@@ -1,4 +1,4 @@
-"""Certificates and node keys for a federation on this machine, made on the spot.
+"""Makes certificates and node keys for a federation on this machine.
 
 For a federation across machines, have the server's certificate signed by an authority that the
 nodes trust, and make each node's key on that node: a private key should never travel.
@@ -31,10 +31,12 @@ class Certificates:
 
 def make_certificates(folder: Path) -> Certificates:
     """Make an authority and a certificate for localhost signed by it; its key is not kept."""
-    found = Certificates(folder / "ca.crt", folder / "server.pem", folder / "server.key")
+    files = Certificates(folder / "ca.crt", folder / "server.pem", folder / "server.key")
     folder.mkdir(parents=True, exist_ok=True)
-    ca_key, server_key = ec.generate_private_key(ec.SECP384R1()), _key()
-    ca_name, name = _name("fedbasin local authority"), _name("localhost")
+    ca_key = _key()
+    server_key = _key()
+    ca_name = _name("fedbasin local authority")
+    name = _name("localhost")
     constraints = x509.BasicConstraints(ca=True, path_length=0)
     ca = _certificate(ca_name, ca_name, ca_key.public_key(), constraints).sign(
         ca_key, hashes.SHA384()
@@ -50,14 +52,14 @@ def make_certificates(folder: Path) -> Certificates:
         .sign(ca_key, hashes.SHA384())
     )
     pem = serialization.Encoding.PEM
-    found.authority.write_bytes(ca.public_bytes(pem))
-    found.server.write_bytes(server.public_bytes(pem))
-    _write_secret(found.key, server_key, serialization.PrivateFormat.PKCS8)
-    return found
+    files.authority.write_bytes(ca.public_bytes(pem))
+    files.server.write_bytes(server.public_bytes(pem))
+    _write_secret(files.key, server_key, serialization.PrivateFormat.PKCS8)
+    return files
 
 
 def make_node_key(path: Path) -> Path:
-    """Make the key of one node beside its public half, and return where that is."""
+    """Make the private and the public key of one node; return the path of the public one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     key = _key()
     _write_secret(path, key, serialization.PrivateFormat.OpenSSH)
@@ -76,7 +78,7 @@ def _key() -> ec.EllipticCurvePrivateKey:
 
 
 def _write_secret(path: Path, key: ec.EllipticCurvePrivateKey, form: Any) -> None:
-    """Write a private key that only its owner can read, from the first byte on."""
+    """Write a private key to a file that only its owner can read."""
     path.touch(mode=0o600)
     path.write_bytes(
         key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())

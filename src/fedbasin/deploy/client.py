@@ -19,9 +19,9 @@ from fedbasin.core.net import Net
 from fedbasin.core.rng import root
 from fedbasin.core.task import Task
 from fedbasin.core.tree import mapped, tensors
+from fedbasin.deploy.client_state import ClientStateStore
 from fedbasin.deploy.clients import ASK
 from fedbasin.deploy.cohort import MERGED
-from fedbasin.deploy.keep import OwnState
 from fedbasin.deploy.private import answer
 from fedbasin.deploy.probe import GRADIENT, answer_gradient
 from fedbasin.deploy.wire import (
@@ -43,8 +43,8 @@ Data = Callable[[int, int], Shard]  # (partition id, number of partitions) -> ro
 
 
 @dataclass(frozen=True)
-class Desk:
-    """What one client works with.
+class ClientSetup:
+    """What one client trains with.
 
     Args:
         method: the method's expression, which must be the server's.
@@ -53,8 +53,8 @@ class Desk:
         client: its id, from 0.
         clients: how many there are.
         held_out: rows it evaluates on; its own by default.
-        counts: whether it shows its class counts to the server in ``"plain"`` when asked, or takes
-            part in the ``"private"`` gathering only.
+        counts: ``"plain"`` shows its class counts to the server when asked; ``"private"`` takes
+            part in the encrypted sum alone.
     """
 
     method: str
@@ -65,6 +65,21 @@ class Desk:
     held_out: Shard | None = None
     counts: Literal["plain", "private"] = "private"
 
+    @property
+    def net(self) -> Net:
+        """The client's network."""
+        return self.trainer.net
+
+    @property
+    def examples(self) -> int:
+        """How many rows the client holds."""
+        return len(self.rows.labels)
+
+    def class_counts(self) -> list[int]:
+        """Count the client's rows by class."""
+        counts: list[int] = class_counts(self.rows.labels, self.trainer.classes).tolist()
+        return counts
+
     @classmethod
     def of(
         cls,
@@ -73,11 +88,11 @@ class Desk:
         *,
         rows: Shard | None = None,
         counts: Literal["plain", "private"] = "private",
-    ) -> Desk:
-        """Set up the client that a node is, as a simulated federation has it.
+    ) -> ClientSetup:
+        """Set up a node's client as the simulated federation has it.
 
         Args:
-            federation: the network, the training, and the rows where none are given.
+            federation: the network, the training, and the rows if none are given.
             context: Flower's context of the node.
             rows: what this client holds.
             counts: whether it shows its class counts in plain.
@@ -137,7 +152,7 @@ def client_app(
     if optimiser is not None:
         steps = parse(optimiser, "optimiser") if isinstance(optimiser, str) else optimiser
 
-    def desk(context: Context) -> Desk:
+    def setup(context: Context) -> ClientSetup:
         named = context.run_config.get("method", "fedavg") if method is None else method
         chosen: Method = parse(named, "method") if isinstance(named, str) else named
         client, clients = place(context)
@@ -158,38 +173,38 @@ def client_app(
         )
         aside = None if held_out is None else held_out(client, clients)
         rows = data(client, clients)
-        return Desk(str(chosen), trainer, rows, client, clients, aside, counts)
+        return ClientSetup(str(chosen), trainer, rows, client, clients, aside, counts)
 
-    return app_of(desk)
+    return app_of(setup)
 
 
 def place(context: Context) -> tuple[int, int]:
     """Return which client a node is, and how many there are, from its node configuration."""
     try:
-        found = [int(context.node_config[key]) for key in ("partition-id", "num-partitions")]
+        client = int(context.node_config["partition-id"])
+        clients = int(context.node_config["num-partitions"])
     except KeyError as error:
         raise Refused(
             f"the node does not say {error}: start it with --node-config "
             "'partition-id=0 num-partitions=10'"
         ) from error
-    client, clients = found
     if not 0 <= client < clients:
         raise Refused(f"partition-id {client} is not below num-partitions {clients}")
     return client, clients
 
 
-def app_of(desk: Callable[[Context], Desk]) -> ClientApp:
+def app_of(setup: Callable[[Context], ClientSetup]) -> ClientApp:
     """Make a ClientApp from a function that sets up one client."""
     app = ClientApp()
 
     def train(message: Message, context: Context) -> Message:
-        return Message(_train(desk(context), message.content, context), reply_to=message)
+        return Message(_train(setup(context), message.content, context), reply_to=message)
 
     def evaluate(message: Message, context: Context) -> Message:
-        return Message(_evaluate(desk(context), message.content), reply_to=message)
+        return Message(_evaluate(setup(context), message.content), reply_to=message)
 
     def query(message: Message, context: Context) -> Message:
-        return Message(_query(desk(context), message.content, context), reply_to=message)
+        return Message(_query(setup(context), message.content, context), reply_to=message)
 
     app.train()(train)
     app.evaluate()(evaluate)
@@ -197,29 +212,31 @@ def app_of(desk: Callable[[Context], Desk]) -> ClientApp:
     return app
 
 
-def _train(here: Desk, content: RecordDict, context: Context) -> RecordDict:
+def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordDict:
     config: ConfigRecord = the_record(content, ConfigRecord, "config")
-    if config.get("fedbasin-method") != here.method:
+    if config.get("fedbasin-method") != setup.method:
         raise Refused(
             f"the server runs {config.get('fedbasin-method')!r}, this client was made for "
-            f"{here.method!r}: give both the same method"
+            f"{setup.method!r}: give both the same method"
         )
-    trainer, net = here.trainer, here.trainer.net
+    trainer = setup.trainer
+    net = setup.net
     round = int(number(config, "server-round", least=1)) - 1
-    epochs, steps = (int(number(config, k, least=0)) for k in ("local-epochs", "local-steps"))
+    epochs = int(number(config, "local-epochs", least=0))
+    steps = int(number(config, "local-steps", least=0))
     plan = Plan(number(config, "lr", least=0), epochs or None, steps or None)
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
-    codec, vector, buffers = _received(here, arrays)
+    codec, vector, buffers = _received(setup, arrays)
     shared = mapped(lambda leaf: leaf.to(net.device), _shared(content, len(trainer.rules)))
     zero = trainer.zero_state(vector)
-    own = OwnState(context, str(config.get("fedbasin-name")), here.client, zero)
+    store = ClientStateStore(context, str(config.get("fedbasin-name")), setup.client, zero)
     merged = the_record(content, ConfigRecord, MERGED)
-    before = own.at(round, int(number(merged, "round", least=0)))
+    before = store.at(round, int(number(merged, "round", least=0)))
     seed = int(number(config, "fedbasin-seed"))
-    key = client_key(root(seed), round, here.client).tensor(net.device)
+    key = client_key(root(seed), round, setup.client).tensor(net.device)
     received = Received(vector, buffers, shared, before, round, key)
-    trained = trainer.train(here.rows, received, plan)
-    own.keep(round, before, trained.own)
+    trained = trainer.train(setup.rows, received, plan)
+    store.write(round, before, trained.own)
     reply = RecordDict(
         {
             "arrays": codec.write(trained.vector, trained.buffers, whole=False),
@@ -232,7 +249,7 @@ def _train(here: Desk, content: RecordDict, context: Context) -> RecordDict:
                     "last-loss": float(trained.last_loss),
                     "train_loss": float(trained.mean_loss),
                     "server-round": round + 1,
-                    "partition-id": here.client,
+                    "partition-id": setup.client,
                 }
             ),
         }
@@ -255,9 +272,9 @@ def _shared(content: RecordDict, rules: int) -> tuple[Any, ...]:
     return shared
 
 
-def _received(here: Desk, arrays: ArrayRecord) -> tuple[Codec, Tensor, Tensor]:
+def _received(setup: ClientSetup, arrays: ArrayRecord) -> tuple[Codec, Tensor, Tensor]:
     """Return how models travel and the one that came in, where the client's network runs."""
-    net = here.trainer.net
+    net = setup.net
     codec = Codec.of(arrays, net)
     vector, buffers = codec.read(arrays)
     own = net.state_dict(*net.initial()) if codec.fixed else {}
@@ -271,12 +288,12 @@ def _received(here: Desk, arrays: ArrayRecord) -> tuple[Codec, Tensor, Tensor]:
     return codec, vector.to(net.device, net.dtype), buffers.to(net.device, net.dtype)
 
 
-def _evaluate(here: Desk, content: RecordDict) -> RecordDict:
-    trainer, net = here.trainer, here.trainer.net
+def _evaluate(setup: ClientSetup, content: RecordDict) -> RecordDict:
+    trainer = setup.trainer
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
-    _, vector, buffers = _received(here, arrays)
-    rows = here.held_out or here.rows
-    test = Evaluator(net, rows.inputs, rows.labels, trainer.transform, trainer.task)
+    _, vector, buffers = _received(setup, arrays)
+    rows = setup.held_out or setup.rows
+    test = Evaluator(setup.net, rows.inputs, rows.labels, trainer.transform, trainer.task)
     metrics: dict[str, float] = {"num-examples": test.size}
     for name, value in test.score(vector, buffers).items():
         if isinstance(value, float) and math.isfinite(value):  # AUROC of one class is undefined
@@ -284,20 +301,20 @@ def _evaluate(here: Desk, content: RecordDict) -> RecordDict:
     return RecordDict({"metrics": MetricRecord(metrics)})
 
 
-def _query(here: Desk, content: RecordDict, context: Context) -> RecordDict:
+def _query(setup: ClientSetup, content: RecordDict, context: Context) -> RecordDict:
     config: ConfigRecord = the_record(content, ConfigRecord, "config")
     if config.get(ASK) == GRADIENT:
         arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
-        _, vector, buffers = _received(here, arrays)
-        gradient = here.trainer.full_gradient(here.rows, vector, buffers)
-        return answer_gradient(gradient, len(here.rows.labels))
-    counts = class_counts(here.rows.labels, here.trainer.classes).tolist()
+        _, vector, buffers = _received(setup, arrays)
+        gradient = setup.trainer.full_gradient(setup.rows, vector, buffers)
+        return answer_gradient(gradient, setup.examples)
+    counts = setup.class_counts()
     if config.get(ASK) != "who":
-        return answer(config, counts, context, parse(here.method, "method"))
-    facts = MetricRecord({"partition-id": here.client, "num-partitions": here.clients})
-    facts["num-examples"] = len(here.rows.labels)
+        return answer(config, counts, context, parse(setup.method, "method"))
+    facts = MetricRecord({"partition-id": setup.client, "num-partitions": setup.clients})
+    facts["num-examples"] = setup.examples
     if config.get("class-counts"):
-        if here.counts != "plain":
+        if setup.counts != "plain":
             raise Refused(
                 "this client does not show its class counts in plain: make its app with "
                 "counts='plain', or the strategy with counts='private'"

@@ -1,4 +1,4 @@
-"""The cohort of one round: who was asked, who answered, who is asked in place of whom."""
+"""The cohort of one round: which clients were asked, answered, or are asked as replacements."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from torch import Tensor
 
 from fedbasin.core.method import Plan
+from fedbasin.core.round import Traffic
 from fedbasin.core.tree import tensors
 from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.mail import GaveUp
-from fedbasin.deploy.replies import Collector
+from fedbasin.deploy.replies import Collected, Collector
 from fedbasin.deploy.wire import Refused, content_bytes, fault, write_tree
 
 MERGED = "merged"  # the record that says which round of a client was merged last
 _CLIENT_FAULTS = (1, 2)  # Flower's codes for an app that cannot be loaded, or raises
-_LONGEST, _MOST_REASONS = 300, 10_000  # a reason may quote what a client sent, and is kept
+_LONGEST = 300  # characters of a reason, which may quote what a client sent
+_MOST_REASONS = 10_000  # that are counted apart
 _log = logging.getLogger("flwr")
 
 
@@ -90,7 +92,8 @@ class Cohort:
         made = []
         for client in chosen:
             own = ConfigRecord({"round": int(self.merged[client])})
-            content, ttl = RecordDict({**self.content, MERGED: own}), 2 * self.timeout
+            content = RecordDict({**self.content, MERGED: own})
+            ttl = 2 * self.timeout
             made.append(Message(content, self.asked[client], MessageType.TRAIN, ttl=ttl))
             self.bytes_down += content_bytes(content)
         return made
@@ -102,12 +105,12 @@ class Cohort:
         sent = self.clients.send(messages)
         while True:
             self._sent |= sent
-            for found in self.clients.replies(sent, self.timeout):
-                if isinstance(found, GaveUp):
-                    self._gave_up(found.node, found.reason)
+            for arrived in self.clients.replies(sent, self.timeout):
+                if isinstance(arrived, GaveUp):
+                    self._gave_up(arrived.node, arrived.reason)
                     continue
-                reply = [found]
-                del found  # or two models would be in memory while the next one arrives
+                reply = [arrived]
+                del arrived  # or two models would be in memory while the next one arrives
                 yield reply.pop()
             self._outvote(last=False)
             missing = self.least - self.collector.agreed()
@@ -117,12 +120,12 @@ class Cohort:
             if waited > self.timeout + self.patience:
                 raise TooFewNodes(
                     f"round {self.round}: {self.least - missing} of {self.least} replies came in "
-                    f"{waited:.0f} s; start the run again once enough clients are there"
+                    f"{waited:.0f} s; start the run again when enough clients are connected"
                 )
             if waited - said >= 10:
                 said = waited
                 _log.info(
-                    "round %d: %d replies are there, waiting for %d (minimum: %d)",
+                    "round %d: received %d replies, waiting for %d more (minimum: %d)",
                     self.round,
                     self.least - missing,
                     missing,
@@ -133,7 +136,7 @@ class Cohort:
                 time.sleep(1)
 
     def collect(self, replies: Iterable[Message]) -> None:
-        """Take what is good, refuse the rest by name."""
+        """Take good replies. Refuse the others with the client and the reason."""
         for reply in replies:
             node = self._sent.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
             if reply.has_error() and reply.error.code not in _CLIENT_FAULTS:
@@ -153,25 +156,45 @@ class Cohort:
             del reply  # or two models would be in memory while the next one arrives
         self._outvote(last=True)
 
+    @property
+    def count(self) -> int:
+        """How many replies were taken."""
+        return len(self.collector)
+
+    def collected(self, server: Tensor) -> Collected | None:
+        """Return the replies that were taken, once; None if none of them weighs anything."""
+        return self.collector.finish(server) if self.collector.mergeable else None
+
+    def traffic(self) -> Traffic:
+        """Return what was sent and received in this round."""
+        return Traffic(
+            replies=self.count,
+            dropped=len(self.asked) - self.count,
+            refused=self.refused,
+            bytes_down=self.bytes_down,
+            bytes_up=self.collector.bytes_up,
+        )
+
     def refuse(self, client: int | None, node: int, reason: str) -> None:
-        """Count and name a reply that is not used; its client is not asked again this round."""
+        """Count and log a reply that is not used. Its client is not asked again this round."""
         self._name(client, node, reason)
         if client is not None and client not in self.collector.clients:
             self._failed.add(client)
 
     def _outvote(self, *, last: bool) -> None:
-        """Refuse reports unlike most: only together do replies show how a report is shaped."""
+        """Reject reports whose structure differs from the majority's."""
         why = "its report is shaped unlike the other clients'"
         for client in self.collector.outvoted(last=last):
             self.refuse(client, self.asked[client], why)
 
     def name_late(self) -> None:
-        """Count and name replies to earlier rounds; their clients may answer this one."""
+        """Count and log replies to earlier rounds. Their clients may answer this one."""
         for node in self.clients.late():
             self._name(self.clients.client(node), node, "it came too late")
 
     def _name(self, client: int | None, node: int, reason: str) -> None:
-        who, reason = f"node {node}" if client is None else f"client {client}", reason[:_LONGEST]
+        who = f"node {node}" if client is None else f"client {client}"
+        reason = reason[:_LONGEST]
         self.refused += 1
         self.tally[f"{who}: {reason}" if len(self.tally) < _MOST_REASONS else who] += 1
         what = "round %d: refused the reply of %s (node %d): %s"
@@ -190,7 +213,7 @@ class Cohort:
         free = [c for c in online if c not in done]
         chosen = sorted(free, key=lambda client: (client not in self.asked, client))[:missing]
         if chosen:
-            _log.info("round %d: asking clients %s for what is missing", self.round, chosen)
+            _log.info("round %d: asking clients %s for the missing replies", self.round, chosen)
         self.asked |= {client: online[client] for client in chosen}
         return self.messages(chosen)
 

@@ -1,4 +1,4 @@
-"""What clients measure on data of their own, as one number each."""
+"""The clients' own evaluations, averaged to one number a metric."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mean_metrics(replies: Iterable[Message], weight_key: str) -> MetricRecord | 
 
 
 def unheard(node: int, reason: str) -> None:
-    """Say that a client's evaluation is not waited for."""
+    """Log that a client's evaluation is not waited for any more."""
     _log.warning("\t> No evaluation from node %d: %s", node, reason)
 
 
@@ -55,7 +55,8 @@ def entered(
     record: RoundRecord, result: Result, clients: MetricRecord | None, server: MetricRecord | None
 ) -> RoundRecord:
     """Enter what clients and server measured into the round's record and Flower's result."""
-    now, notes = record.round, dict(record.notes)
+    now = record.round
+    notes = dict(record.notes)
     if clients is not None:
         _log.info("\t└──> Aggregated MetricRecord: %s", clients)
         result.evaluate_metrics_clientapp[now] = clients

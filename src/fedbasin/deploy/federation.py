@@ -1,4 +1,4 @@
-"""A whole federation on this machine: SuperLink, SuperNodes and a run, torn down at the end."""
+"""A whole federation on this machine: SuperLink, SuperNodes and a run, stopped at the end."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from typing import Any
 
 from fedbasin.deploy.certificates import Certificates, make_certificates, make_node_key
 
-QUIET = {  # nothing is reported, looked up or installed behind the user's back
+QUIET = {  # no telemetry, no update check, no installation
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-_MARK = "FEDBASIN_FEDERATION"  # by which every process of a federation is found again
+_MARK = "FEDBASIN_FEDERATION"  # the variable that marks every process of a federation
 _NAME = "local"  # of the SuperLink in Flower's configuration
 
 
 class FederationError(RuntimeError):
-    """A federation that does not come up or does not finish, with where to look."""
+    """A federation that does not start or does not finish, with where to look."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class LocalFederation:
         nodes: how many SuperNodes there are.
         tls: whether messages are encrypted and nodes must prove who they are.
         simulate: whether Flower's simulation engine (Ray) takes the place of SuperNodes.
-        patience: seconds that a process may take to come up.
+        patience: seconds that a process may take to start.
         environment: further variables for all processes.
     """
 
@@ -91,7 +91,7 @@ class LocalFederation:
         self.stop()
 
     def start_link(self) -> None:
-        """Start the SuperLink, or start it again on its old database."""
+        """Start the SuperLink, or restart it with its database."""
         security = ["--insecure"]
         if self._certificates is not None:
             security = [
@@ -112,7 +112,7 @@ class LocalFederation:
         self._await(lambda: _listens(self._port), "superlink")
 
     def start_node(self, node: int, *, key: Path | None = None, secure: bool | None = None) -> None:
-        """Start a SuperNode, or start it again as the client it was.
+        """Start a SuperNode, or restart it as the same client.
 
         Args:
             node: the client's number.
@@ -161,12 +161,12 @@ class LocalFederation:
         return self._start("run", "flwr", *command)
 
     def log(self, name: str) -> str:
-        """Return what a process has said."""
+        """Return the log of a process."""
         path = self.folder / f"{name}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def stop(self) -> None:
-        """End every process of this federation, and make sure that none is left."""
+        """Stop every process of this federation."""
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -244,12 +244,12 @@ class LocalFederation:
     def _marked(self) -> list[int]:
         """Return the processes of this federation that still run."""
         wanted = f"{_MARK}={self._mark}".encode()
-        found = []
+        running = []
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if wanted in (place / "environ").read_bytes().split(b"\0"):
-                    found.append(int(place.name))
-        return found
+                    running.append(int(place.name))
+        return running
 
 
 def _family(parent: int, among: list[int]) -> list[int]:
@@ -259,19 +259,19 @@ def _family(parent: int, among: list[int]) -> list[int]:
         with contextlib.suppress(OSError, ValueError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             parents[pid] = int(fields[1])
-    found = [parent]
-    for pid in found:
-        found += [child for child, above in parents.items() if above == pid]
-    return found
+    family = [parent]
+    for pid in family:  # it grows while it is read
+        family += [child for child, above in parents.items() if above == pid]
+    return family
 
 
 def _program(name: str) -> str:
     """Return where a command of Flower is: beside this Python, or on the path."""
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
         raise FederationError(f"{name} is not installed: pip install 'fedbasin[flower]'")
-    return found
+    return path
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""Messages out, replies in: one at a time as they arrive, never longer than is worth it.
+"""Sends messages and yields replies one at a time as they arrive.
 
 Flower's own `send_and_receive` returns once all replies are in memory. Here replies are handed
 over one by one, so that a server that averages as they arrive holds one model at a time, and a
@@ -28,7 +28,7 @@ class GaveUp:
 
 @dataclass
 class Mailbox:
-    """The messages under way.
+    """The messages that wait for a reply.
 
     Args:
         grid: Flower's way to the nodes.
@@ -49,9 +49,9 @@ class Mailbox:
         if not messages:
             return {}
         self.grid.push_messages(messages)
-        found = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
-        found.pop("", None)  # not taken by the server: counts as unanswered
-        return found
+        sent = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
+        sent.pop("", None)  # not taken by the server: counts as unanswered
+        return sent
 
     def replies(
         self,
@@ -112,7 +112,7 @@ class Mailbox:
             yield from ((node, reply) for reply in arrived if not reply.has_error())
 
     def still_awaited(self, message_ids: Iterable[str]) -> None:
-        """Take back that messages were given up: their replies are not late."""
+        """Wait again for messages that were given up: their replies are not late."""
         for message_id in message_ids:
             self.late.pop(message_id, None)
 

@@ -1,7 +1,7 @@
-"""What a federation does with replies that a simulation would not meet.
+"""How a federation handles replies that do not occur in a simulation.
 
-Replies are checked one by one as they come in. Here the guard clips or drops far updates before
-the merge, and a merge that fails leaves the server its model.
+Replies are checked one by one as they arrive. Before the merge, the guard clips or drops updates
+that are too long. If the merge fails, the server keeps its old model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _log = logging.getLogger("flwr")
 
 
 class Lenient:
-    """The policy of a federation: replies that make no finite model leave the server its own."""
+    """The policy of a federation: if the merge fails, the server keeps its old model."""
 
     def merge(
         self, server: Server, replies: Replies, attempt: Callable[[], Merged]
     ) -> Merged | None:
-        """Merge, and check what came of it; None keeps the old model."""
+        """Merge and check the result; None keeps the old model."""
         known = {id(leaf) for leaf in tensors(server.state)}
         try:
             merged = attempt()
@@ -37,8 +37,8 @@ class Lenient:
             models = (merged.served.send, merged.served.score, merged.buffers)
             for values in (*models, *made):
                 if values.is_floating_point() and not values.sum().isfinite():
-                    raise ReplyError("what finite replies make together is not finite")
-        except (ArchiveError, OSError):  # the server's own trouble
+                    raise ReplyError("the replies are finite, their merge is not")
+        except (ArchiveError, OSError):  # an error of the server, not of the replies
             raise
         except Exception:  # valid replies and reports can still make a method fail
             _log.exception(

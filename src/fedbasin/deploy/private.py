@@ -6,7 +6,7 @@
     server -> client    "score"     with the sum in plain; one number comes back, by the method
 
 The secret key stays in the holder's client state and is thrown away after it has opened one
-sum. What is promised, and what is not, stands in `fedbasin.local.private_counts`.
+sum. `fedbasin.local.private_counts` says what this protects, and what it does not.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def gather(clients: Clients, key: Key, classes: int) -> list[int]:
     messages = [_bytes(sent[client], "counts") for client in sorted(sent)]
     total = add_counts(public, messages, classes)
     question = {ASK: "decrypt", "sum": total, "classes": classes, "rows": clients.rows()}
-    found = _ask(clients, {holder: nodes[holder]}, question)[holder].get("total")
-    whole = isinstance(found, list) and all(isinstance(n, int) for n in found)
-    if not isinstance(found, list) or not whole or len(found) != classes:
-        raise Refused(f"client {holder} opened the sum of {classes} classes as {found!r}")
-    _log.info("Class counts of all clients, opened by client %d: %s", holder, found)
-    return [int(n) for n in found]
+    opened = _ask(clients, {holder: nodes[holder]}, question)[holder].get("total")
+    whole = isinstance(opened, list) and all(isinstance(n, int) for n in opened)
+    if not isinstance(opened, list) or not whole or len(opened) != classes:
+        raise Refused(f"client {holder} opened the sum of {classes} classes as {opened!r}")
+    _log.info("Class counts of all clients, opened by client %d: %s", holder, opened)
+    return [int(n) for n in opened]
 
 
 def _ask(
@@ -76,11 +76,11 @@ def _ask(
 ) -> dict[int, ConfigRecord]:
     """Ask clients and return the answers of all of them; one that is missing is an error."""
     content = RecordDict({"config": ConfigRecord(question)})
-    found, failed = clients.ask(nodes, content, clients.patience)
+    answers, failed = clients.ask(nodes, content, clients.patience)
     if failed:
         who = "; ".join(f"client {client}: {why}" for client, why in list(failed.items())[:5])
         raise TooFewNodes(f"class counts need every client, at {question[ASK]!r}: {who}")
-    return {client: the_record(reply, ConfigRecord) for client, reply in found.items()}
+    return {client: the_record(reply, ConfigRecord) for client, reply in answers.items()}
 
 
 def answer(config: ConfigRecord, counts: list[int], context: Context, method: Method) -> RecordDict:
@@ -97,14 +97,16 @@ def answer(config: ConfigRecord, counts: list[int], context: Context, method: Me
         if held is None:
             raise PrivateCountsError("this client holds no key, or has opened its one sum already")
         del context.state[_SECRET]  # first, so that no sum is opened twice whatever happens
-        classes, rows = (int(number(config, k, least=1)) for k in ("classes", "rows"))
+        classes = int(number(config, "classes", least=1))
+        rows = int(number(config, "rows", least=1))
         opened = decrypt_counts(_bytes(held, "secret"), _bytes(config, "sum"), classes, rows)
         return _reply({"total": opened})
     if asked == "score":
         total = config.get("total")
         if not isinstance(total, list) or len(total) != len(counts):
             raise Refused(f"total is {total!r}, expected rows by class of {len(counts)} classes")
-        own, everyone = torch.tensor(counts), torch.tensor([int(n) for n in total])
+        own = torch.tensor(counts)
+        everyone = torch.tensor([int(n) for n in total])
         return _reply({"score": score_counts(method, own, everyone)})
     raise Refused(f"unknown question {asked!r}; available: who, keys, encrypt, decrypt, score")
 

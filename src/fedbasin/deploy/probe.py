@@ -35,20 +35,22 @@ def gather_gradients(
     began = time.monotonic()
     while True:
         left = {client: node for client, node in nodes.items() if client not in gradients}
-        found, failed = clients.ask(left, content, timeout)
-        for client, reply in found.items():
+        answers, failed = clients.ask(left, content, timeout)
+        for client, reply in answers.items():
             try:
                 gradients[client] = _read(reply, like)
             except Refused as reason:
                 failed[client] = str(reason)
         for client, why in failed.items():
-            _log.warning("client %d sends no gradient and sits this round out: %s", client, why)
+            _log.warning(
+                "client %d sends no gradient and is left out of this round: %s", client, why
+            )
         if len(gradients) >= least:
             break
         if time.monotonic() - began > timeout + clients.patience:
             raise TooFewNodes(
-                f"{len(gradients)} of {least} clients sent a gradient; start the run again once "
-                "enough are there"
+                f"{len(gradients)} of {least} clients sent a gradient; start the run again when "
+                "enough are connected"
             )
         time.sleep(1)
     order = sorted(gradients)

@@ -1,4 +1,4 @@
-"""The replies of one round: each is checked by itself, then kept as it is or averaged at once."""
+"""The replies of one round: each is checked on its own, then stored or averaged at once."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What travels beside one model."""
+class ReplyMetadata:
+    """The numbers that a client sends with its model."""
 
     client: int
     weight: float
     steps: float
     lr_sum: float
-    length: float
+    effective_steps: float
     last_loss: float
     mean_loss: float
 
@@ -69,7 +69,7 @@ class Collector:
         plan: how it was told to train.
         weight_key: the metric that holds a client's number of samples.
         rules: how many client rules must report; 0 takes replies of any Flower client.
-        stream: the weighting to average by at once, or None to keep every model.
+        stream: the weighting to average by at once, or None to store every model.
     """
 
     codec: Codec
@@ -79,7 +79,7 @@ class Collector:
     rules: int = 0
     stream: Weighting | None = None
     bytes_up: int = 0
-    numbers: list[Numbers] = field(default_factory=list)
+    _metadata: list[ReplyMetadata] = field(default_factory=list)
     _models: list[tuple[Tensor, Tensor, tuple[Any, ...]]] = field(default_factory=list)
     _total: tuple[Tensor, Tensor] | None = None
     _counted: list[float] = field(default_factory=lambda: [0.0, 0.0])  # shares, samples
@@ -87,7 +87,15 @@ class Collector:
     @property
     def clients(self) -> set[int]:
         """Whose replies were taken."""
-        return {n.client for n in self.numbers}
+        return {each.client for each in self._metadata}
+
+    def __len__(self) -> int:
+        return len(self._metadata)
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether a reply that was taken weighs something."""
+        return any(each.weight > 0 for each in self._metadata)
 
     def take(self, client: int, node: int, reply: Message) -> None:
         """Check a reply and take it, or refuse it with the reason."""
@@ -95,67 +103,71 @@ class Collector:
             raise Refused(f"it comes from node {reply.metadata.src_node_id}, node {node} was asked")
         if client in self.clients:
             raise Refused("it answers twice in one round")
-        numbers = self._numbers(client, the_record(reply.content, MetricRecord))
+        metadata = self._read_metadata(client, the_record(reply.content, MetricRecord))
         model = "arrays" if "report" in reply.content else None  # a report lies beside it
         parts = self.codec.parts(the_record(reply.content, ArrayRecord, model))
         if self.stream is None:
             reports = self._reports(reply)
             self._models.append((*self.codec.copied(parts), reports))
         else:
-            self._add(parts, numbers.weight)
+            self._add(parts, metadata.weight)
         self.bytes_up += content_bytes(reply.content)
-        self.numbers.append(numbers)
+        self._metadata.append(metadata)
 
     def agreed(self) -> int:
-        """Return how many replies report alike, or all where they are not kept."""
+        """Return how many replies report alike, or all if replies are averaged at once."""
         shapes = Counter(_shape(reports) for _, _, reports in self._models)
-        return max(shapes.values(), default=len(self.numbers))
+        return max(shapes.values(), default=len(self))
 
     def outvoted(self, *, last: bool) -> list[int]:
-        """Drop the replies whose report is shaped unlike most, and return whose they were.
+        """Drop replies whose report has another structure than the majority's; return whose.
 
-        Half against half nobody is dropped, but in the `last` vote of a round, for the first.
+        With two halves nobody is dropped, unless it is the `last` vote of a round: then the
+        structure that came first counts as the majority's.
         """
         shapes = [_shape(reports) for _, _, reports in self._models]
         if not last and 2 * self.agreed() <= len(shapes):
             return []
         usual = Counter(shapes).most_common(1)
         odd = [i for i, shape in enumerate(shapes) if shape != usual[0][0]]
-        clients = [self.numbers[i].client for i in odd]
+        clients = [self._metadata[i].client for i in odd]
         for i in reversed(odd):
-            del self._models[i], self.numbers[i]
+            del self._models[i]
+            del self._metadata[i]
         return clients
 
     def finish(self, server: Tensor) -> Collected:
         """Return the replies in the order of client ids, as a matrix or as one mean; once only."""
-        order = sorted(range(len(self.numbers)), key=lambda i: self.numbers[i].client)
-        numbers = [self.numbers[i] for i in order]
+        order = sorted(range(len(self)), key=lambda i: self._metadata[i].client)
+        metadata = [self._metadata[i] for i in order]
 
         def column(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
-            values = [getattr(n, name) for n in numbers]
+            values = [getattr(each, name) for each in metadata]
             return torch.tensor(values, dtype=dtype, device=server.device)
 
-        empty = server.new_empty(len(numbers), 0)
+        empty = server.new_empty(len(metadata), 0)
         replies = Replies(
             models=empty,
             weights=column("weight"),
             clients=column("client", torch.int64),
             steps=column("steps"),
             lr_sum=column("lr_sum"),
-            effective_steps=column("length"),
+            effective_steps=column("effective_steps"),
             last_loss=column("last_loss", server.dtype),
         )
         losses = column("mean_loss")
-        counted = frozenset(n.client for n in numbers if n.weight > 0)
+        counted = frozenset(each.client for each in metadata if each.weight > 0)
         if self.stream is not None:
             assert self._total is not None
-            (vector, buffers), self._total = self._total, None  # the caller's alone from now on
+            vector, buffers = self._total
+            self._total = None  # the caller's alone from now on
             vector /= self._counted[0]
             buffers /= max(self._counted[1], 1e-300)
             one = replace(replies.averaged(self.stream), models=vector.to(server.device)[None])
             loss = (shares(replies.weights) @ losses)[None]
             return Collected(one, buffers.to(server.device)[None], loss, counted)
-        models, self._models = [self._models[i] for i in order], []
+        models = [self._models[i] for i in order]
+        self._models = []
         statistics = torch.stack([m[1] for m in models]).to(server.device)
         replies = replace(
             replies,
@@ -166,16 +178,13 @@ class Collector:
 
     def _add(self, parts: list[Part], weight: float) -> None:
         if self._total is None:
-            self._total = (
-                torch.zeros(self.codec.layout.size, dtype=self.codec.dtype),
-                torch.zeros(self.codec.statistics.size, dtype=self.codec.dtype),
-            )
+            self._total = self.codec.zeros()
         share = weight if self.stream == "samples" else float(weight > 0)
         self.codec.add(parts, (share, weight), self._total)
         self._counted[0] += share
         self._counted[1] += weight
 
-    def _numbers(self, client: int, metrics: MetricRecord) -> Numbers:
+    def _read_metadata(self, client: int, metrics: MetricRecord) -> ReplyMetadata:
         for key, expected in (("server-round", self.round + 1), ("partition-id", client)):
             if key in metrics and metrics[key] != expected:
                 raise Refused(f"it is for {key} {metrics[key]}, expected {expected}")
@@ -185,18 +194,22 @@ class Collector:
         key = "train_loss" if "train_loss" in metrics else "train-loss"
         told = isinstance(metrics.get(key), int | float)  # few methods ask for it
         mean_loss = number(metrics, key) if told else math.nan
-        key, last_loss = ("last-loss", number(metrics, "last-loss")) if own else (key, mean_loss)
+        last_loss = mean_loss
+        if own:
+            key = "last-loss"
+            last_loss = number(metrics, key)
         if abs(last_loss) > torch.finfo(self.codec.dtype).max:
             raise Refused(f"{key} is {last_loss}, beyond {self.codec.dtype}")
-        for key in ("lr-sum", "length") if own else ():  # updates are divided by them
-            if 0 < number(metrics, key, least=0) < 1e-12:
-                raise Refused(f"{key} is {metrics[key]}, expected 0 or at least 1e-12")
-        return Numbers(
+        if own:
+            for key in ("lr-sum", "length"):  # updates are divided by them
+                if 0 < number(metrics, key, least=0) < 1e-12:
+                    raise Refused(f"{key} is {metrics[key]}, expected 0 or at least 1e-12")
+        return ReplyMetadata(
             client=client,
             weight=number(metrics, self.weight_key, least=0),
             steps=number(metrics, "steps", least=0) if own else 1.0,
             lr_sum=number(metrics, "lr-sum", least=0) if own else self.plan.lr,
-            length=number(metrics, "length", least=0) if own else 1.0,
+            effective_steps=number(metrics, "length", least=0) if own else 1.0,
             last_loss=last_loss,
             mean_loss=mean_loss,
         )

@@ -1,7 +1,7 @@
-"""What a federation leaves on disk, and how a stopped ServerApp goes on from there.
+"""What a federation writes to disk, and how a stopped ServerApp resumes from it.
 
-The files are those of a simulated run. Flower knows no resuming: a run that was stopped is
-started anew with the same folder, and begins after the last round that was saved.
+The files are those of a simulated run. Flower cannot resume runs. A stopped run is started again
+with the same folder, and begins after the last round that was saved.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,10 +35,10 @@ _log = logging.getLogger("flwr")
 
 @dataclass(frozen=True)
 class Saved:
-    """Everything a ServerApp needs to go on."""
+    """Everything that a ServerApp needs to resume."""
 
     server: Server
-    name: str  # of the federation, by which clients know their own state again
+    name: str  # of the federation, under which clients store their states
     method: str
     seconds: float  # spent so far
     seed: int
@@ -48,12 +48,12 @@ class Saved:
 
 
 class Journal:
-    """The records of a federation; without a folder they are kept in memory only.
+    """The records of a federation. Without a folder they are in memory alone.
 
     Args:
-        settings: where they go, where else, and how often a checkpoint is written.
-        method: of the run; a checkpoint of another one is not gone on from.
-        seed: the same.
+        settings: where they go, and how often a checkpoint is written.
+        method: the run's method. A checkpoint of another method is refused.
+        seed: the run's seed. A checkpoint of another seed is refused.
         headline: the metric that runs are compared by.
     """
 
@@ -74,10 +74,11 @@ class Journal:
         path = Path() if self.folder is None else self.folder.path
         said = {**settings.facts, "method": method, "seed": seed}
         self.log = Log(sinks_of(settings.log), path, path, said)
+        self._archive: Archive | None = None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep the folder from other processes: two would mix their records."""
+        """Lock the folder: two processes would mix their records."""
         if self.folder is None:
             yield
             return
@@ -85,9 +86,19 @@ class Journal:
         with alone_in(self.folder.path), closing(self.log):
             yield
 
-    def archive(self) -> Archive | None:
-        """Return where methods may keep models of clients."""
-        return None if self.folder is None else Archive(self.folder.archive)
+    def open_archive(self) -> Archive | None:
+        """Return where methods may store models of clients; None without a folder."""
+        self._archive = None if self.folder is None else Archive(self.folder.archive)
+        return self._archive
+
+    def sweep(self) -> None:
+        """Delete the files that the method's state no longer needs."""
+        if self._archive is not None:
+            self._archive.sweep()
+
+    def mark_merged(self, clients: Iterable[int], round: int) -> None:
+        """Note that the replies of some clients were merged in a round, counted from 1."""
+        self.merged[sorted(clients)] = round
 
     def clients(self) -> int:
         """Return how many clients the run in the folder has; 0 where there is none."""
@@ -96,9 +107,12 @@ class Journal:
 
     def restored(self, fresh: Server, clients: int) -> Server:
         """Return the server of the last checkpoint, or the fresh one."""
-        self._began, self._spent, self.records = time.monotonic(), 0.0, []
-        self.name = secrets.token_hex(8)  # a start is a federation of its own, unless it goes on
-        self.merged, self.refused = torch.zeros(clients, dtype=torch.int64), Counter()
+        self._began = time.monotonic()
+        self._spent = 0.0
+        self.records = []
+        self.name = secrets.token_hex(8)  # a new federation, unless a checkpoint names one
+        self.merged = torch.zeros(clients, dtype=torch.int64)
+        self.refused = Counter()
         if self.folder is None:
             return fresh
         if not (held := self._held()):
@@ -108,13 +122,16 @@ class Journal:
         self._compare("method", held.get("method"), self.method)
         self._compare("seed", held.get("seed"), self.seed)
         self._compare("number of clients", held.get("clients"), clients)
-        found: Saved = load(self.folder.checkpoint, self._saved(fresh))
-        self.name, self._spent, server = found.name, found.seconds, found.server
-        self.merged, self.refused = found.merged, Counter(json.loads(found.refused))
+        saved: Saved = load(self.folder.checkpoint, self._saved(fresh))
+        self.name = saved.name
+        self._spent = saved.seconds
+        server = saved.server
+        self.merged = saved.merged
+        self.refused = Counter(json.loads(saved.refused))
         self._compare("number of parameters", server.send.numel(), fresh.send.numel())
         self.records = self.folder.keep_rounds(server.round)
         self.log.open(self.records)
-        _log.info("Going on after round %d from %s", server.round, self.folder.checkpoint)
+        _log.info("Resuming after round %d from %s", server.round, self.folder.checkpoint)
         if torch.equal(server.send, server.score):
             server = replace(server, score=server.send)  # one model, as it was before saving
         return server
@@ -143,8 +160,16 @@ class Journal:
         return True
 
     def _saved(self, server: Server) -> Saved:
-        facts = (self.name, self.method, self.seconds(), self.seed, len(self.merged))
-        return Saved(server, *facts, self.merged, json.dumps(self.refused))
+        return Saved(
+            server=server,
+            name=self.name,
+            method=self.method,
+            seconds=self.seconds(),
+            seed=self.seed,
+            clients=len(self.merged),
+            merged=self.merged,
+            refused=json.dumps(self.refused),
+        )
 
     def _held(self) -> dict[str, Leaf]:
         """Return what the checkpoint holds, by path; nothing where there is none."""
@@ -156,8 +181,12 @@ class Journal:
         """Return how long the federation has run, over all its starts."""
         return self._spent + time.monotonic() - self._began
 
-    def finish(self) -> dict[str, Any]:
-        """Write and return the headline numbers."""
+    def finish(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Write the scored model and the summary; return the summary.
+
+        Args:
+            named: the model under the network's own names.
+        """
         summary = {
             **self.settings.facts,
             "method": self.method,
@@ -171,10 +200,6 @@ class Journal:
         }
         if self.folder is not None:
             self.folder.write_summary(summary)
+            write(self.folder.model, {n: t.cpu().contiguous().clone() for n, t in named.items()})
+        self.log.finish(summary)
         return summary
-
-    def ship(self, named: Mapping[str, Tensor]) -> None:
-        """Write the scored model under the network's own names."""
-        if self.folder is None:
-            return
-        write(self.folder.model, {n: t.cpu().contiguous().clone() for n, t in named.items()})

@@ -1,4 +1,4 @@
-"""What a strategy is given beside the method and Flower's own arguments."""
+"""The settings of a strategy beside the method and Flower's own arguments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.method import Context, Plan
@@ -62,6 +64,11 @@ class ServerSide:
             counts=counts,
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where the server's models are."""
+        return torch.device("cpu") if self.net is None else self.net.device
+
     def known_classes(self) -> int:
         """Return the number of classes."""
         if self.classes or self.evaluator is None:
@@ -97,7 +104,7 @@ class Handling:
 
 @dataclass(frozen=True)
 class Records:
-    """What a federation leaves on disk.
+    """What a federation writes to disk.
 
     Args:
         folder: where records and checkpoints go. A run resumes from a checkpoint in it. None

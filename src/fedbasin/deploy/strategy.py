@@ -28,16 +28,15 @@ from fedbasin.core.round import (
     RoundSetup,
     Scoring,
     Server,
-    Traffic,
     TrainRequest,
     merge_refused,
     one_round,
 )
 from fedbasin.core.vectors import Weighting
+from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
 from fedbasin.deploy.evaluation import entered, mean_metrics, unheard
-from fedbasin.deploy.keep import KeptByClients
 from fedbasin.deploy.mail import GaveUp, Mailbox
 from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.private import gather_private
@@ -143,7 +142,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
-        """Run all rounds, or go on with those a checkpoint has not seen.
+        """Run all rounds, or resume after the last round of a checkpoint.
 
         Args:
             grid: Flower's way to the nodes.
@@ -157,11 +156,13 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         _log.info("Starting %s strategy:", type(self).__name__)
         _log.info("\t├── Number of rounds: %d", num_rounds)
         self.summary()
-        train, evaluate = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        train = train_config or ConfigRecord()
+        evaluate = evaluate_config or ConfigRecord()
         self._timeout = timeout
         with self.journal.alone():
             self._begin(grid, initial_arrays, num_rounds, train)
-            result, arrays = Result(), self._arrays(self._server.send)
+            result = Result()
+            arrays = self._arrays(self._server.send)
             result.arrays = self._scored(arrays)
             if evaluate_fn is not None and self._server.round == 0:
                 first = evaluate_fn(0, result.arrays)
@@ -182,8 +183,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 record = replace(record, seconds=time.perf_counter() - began)
                 saved = self.journal.append(record, self._server, last=now == num_rounds)
                 # After a refused merge the old state needs its models.
-                if saved and not merge_refused(record) and self._context.archive is not None:
-                    self._context.archive.sweep()
+                if saved and not merge_refused(record):
+                    self.journal.sweep()
             self._finish(result)
             return result
 
@@ -196,7 +197,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         able = np.array(sorted(online))
         drawn = draw_cohort(self.participation, able, self.key, server_round - 1)
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
-        self._round = one_round(self._setup, self._server, drawn, KeptByClients())
+        self._round = one_round(self._setup, self._server, drawn, StatesOnClients())
         request = next(self._round)
         if isinstance(request, ProbeRequest):
             request = self._round.send(self._probed(request, online, arrays))
@@ -236,28 +237,21 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         """Check replies one by one, then merge what is left; returns what clients start from."""
         cohort = self._cohort
         cohort.collect(replies)
-        count = len(cohort.collector.numbers)
-        failures = len(cohort.asked) - count
-        _log.info("aggregate_train: Received %s results and %s failures", count, failures)
+        failures = len(cohort.asked) - cohort.count
+        _log.info("aggregate_train: Received %s results and %s failures", cohort.count, failures)
         guarded = None
-        if any(numbers.weight > 0 for numbers in cohort.collector.numbers):
-            collected = cohort.collector.finish(self._server.send)
+        collected = cohort.collected(self._server.send)
+        if collected is not None:
             guarded = gathered_of(collected, self._server.send, self.handling.guard)
             for client, why in guarded.far:
                 cohort.refuse(client, cohort.asked[client], why)
-        traffic = Traffic(
-            replies=count,
-            dropped=failures,
-            refused=cohort.refused,
-            bytes_down=cohort.bytes_down,
-            bytes_up=cohort.collector.bytes_up,
-        )
+        gathered = guarded.gathered if guarded else None
         try:
-            self._round.send(Returned(guarded.gathered if guarded else None, traffic))
+            self._round.send(Returned(gathered, cohort.traffic()))
         except StopIteration as end:
             self._server, self._record = end.value
         if guarded and not merge_refused(self._record):
-            self.journal.merged[sorted(guarded.clients)] = server_round
+            self.journal.mark_merged(guarded.clients, server_round)
         spent = self._record.seconds_merge
         _log.info("\t├──> Merged by %s in %.3f s", self.method, spent)
         loss = self._record.train_loss
@@ -269,7 +263,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     def _probed(
         self, request: ProbeRequest, online: Mapping[int, int], arrays: ArrayRecord
     ) -> Probed:
-        """Ask a cohort for its gradients; who sends none sits the round out."""
+        """Ask a cohort for its gradients. Clients that send none are left out of the round."""
         nodes = {client: online[client] for client in request.cohort.tolist()}
         least = min(self.min_train_nodes, len(nodes))
         clients, probe = gather_gradients(
@@ -291,7 +285,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         _log.info("configure_evaluate: Sampled %s nodes (out of %s)", size, len(online))
         settings = ConfigRecord({**config, "server-round": server_round})
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
-        kind, ttl = MessageType.EVALUATE, 2 * self._timeout
+        kind = MessageType.EVALUATE
+        ttl = 2 * self._timeout
         return [Message(content, online[client], kind, ttl=ttl) for client in chosen]
 
     def aggregate_evaluate(
@@ -303,11 +298,10 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     def _begin(
         self, grid: Grid, arrays: ArrayRecord, rounds: int, train_config: ConfigRecord
     ) -> None:
-        """Meet the clients, set up the method, and take up where a checkpoint was written."""
+        """Wait for clients, set up the method, and restore a checkpoint if there is one."""
         here = self.server_side
-        device = "cpu" if here.net is None else here.net.device
         self._codec = Codec.of(arrays, here.net)
-        vector, buffers = (part.to(device) for part in self._codec.read(arrays))
+        vector, buffers = (part.to(here.device) for part in self._codec.read(arrays))
         known = here.context or Context(
             self._codec.layout, 0, 0, self.key, batch=here.batch, proxy=here.proxy
         )
@@ -339,7 +333,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             examples=self._clients.mean_examples(),
             class_counts=counts,
             private_counts=private,
-            archive=self.journal.archive(),
+            archive=self.journal.open_archive(),
             net=here.net,
         )
         self._setup = RoundSetup(
@@ -358,18 +352,17 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         return self._codec.write(vector, self._server.buffers)
 
     def _scored(self, sent: ArrayRecord) -> ArrayRecord:
-        """Return the model that counts: what is sent, where that is the one."""
+        """Return the scored model as arrays; `sent` if it is the same model."""
         score = self._server.score
         return sent if score is self._server.send else self._arrays(score)
 
     def _streams(self, cohort: int) -> Weighting | None:
-        """Return how replies are averaged as they arrive, or None to keep them all."""
-        weighting, size = self.method.streams(), self._codec.layout.size
-        large = cohort * size * self._server.send.element_size() > _STREAM_ABOVE
+        """Return how replies are averaged as they arrive, or None to store them all."""
+        large = cohort * self._codec.vector_bytes > _STREAM_ABOVE
         wanted = large if self.handling.stream == "auto" else self.handling.stream
         if self.handling.guard is not None or not wanted:
             return None
-        return weighting
+        return self.method.streams()
 
     def _examine(
         self,
@@ -380,29 +373,30 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         result: Result,
     ) -> RoundRecord:
         """Let clients, then the user's function, evaluate the scored model."""
-        began, now = time.perf_counter(), record.round
-        found = tested = None
+        began = time.perf_counter()
+        now = record.round
+        measured = None
+        tested = None
         messages = list(self.configure_evaluate(now, result.arrays, config, grid))
         if messages:
-            found = self.aggregate_evaluate(now, self._evaluations(messages))
+            measured = self.aggregate_evaluate(now, self._evaluations(messages))
         if evaluate_fn is not None:
             tested = evaluate_fn(now, result.arrays)
-        record = entered(record, result, found, tested)
+        record = entered(record, result, measured, tested)
         spent = record.seconds_evaluate + time.perf_counter() - began
         return replace(record, seconds_evaluate=spent)
 
     def _evaluations(self, messages: list[Message]) -> Iterator[Message]:
-        """Yield what clients say of a model, and log who says nothing."""
-        for found in self._clients.replies(self._clients.send(messages), self._timeout):
-            if isinstance(found, GaveUp):
-                unheard(found.node, found.reason)
+        """Yield the clients' evaluations, and log who sends none."""
+        sent = self._clients.send(messages)
+        for arrived in self._clients.replies(sent, self._timeout):
+            if isinstance(arrived, GaveUp):
+                unheard(arrived.node, arrived.reason)
             else:
-                yield found
+                yield arrived
 
     def _finish(self, result: Result) -> None:
-        summary = self.journal.finish()
-        self.journal.ship(result.arrays.to_torch_state_dict())
-        self.journal.log.finish(summary)
+        summary = self.journal.finish(result.arrays.to_torch_state_dict())
         _log.info("")
         _log.info("Strategy execution finished in %.2fs", summary["seconds"])
         for reason, times in self.journal.refused.items():

@@ -3,7 +3,7 @@
 A model travels under the network's own parameter names, as in any Flower app, so that clients
 and strategies of others understand it. Trees (what a method broadcasts, what a rule reports)
 travel as named arrays beside a skeleton in JSON. Arrays are in NumPy's own format without
-pickle, and are looked at where they lie.
+pickle, and are read in place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from fedbasin.core.vectors import Layout
 _NUMPY = "numpy.ndarray"  # how Flower names the only format that is read
 SKELETON = "skeleton"  # the key under which a tree's shape travels
 _STATISTICS = ("running_mean", "running_var")  # what BatchNorm calls its float buffers
-_DEEPEST, _LONGEST = 8, 1 << 16  # of a skeleton: levels, characters
+_DEEPEST = 8  # levels of a skeleton
+_LONGEST = 1 << 16  # characters of a skeleton
 _LARGEST = 1e15  # the squares of 10^8 such numbers add up in float32
 _MOST_AXES = 32  # of an array
 _MOST = 2.0**53  # of anything counted: beyond, sums are no longer whole numbers, or overflow
@@ -61,7 +62,7 @@ def read_array(array: Array) -> np.ndarray:
         if not size:
             return np.zeros(shape, dtype)
         return np.frombuffer(array.data, dtype, size, head.tell()).reshape(shape)
-    except Exception as error:  # what NumPy's reader raises on made-up bytes has no end
+    except Exception as error:  # NumPy's reader raises many kinds of errors on forged bytes
         raise Refused(f"an array cannot be read: {error}") from error
 
 
@@ -105,22 +106,23 @@ class Codec:
 
     @classmethod
     def of(cls, arrays: ArrayRecord, net: Net | None = None) -> Codec:
-        """Lay out the arrays of a network; without the network, BatchNorm is told by its names."""
-        found = {name: read_array(array) for name, array in arrays.items()}
+        """Lay out the arrays of a network; without it, BatchNorm is recognised by its names."""
+        values = {name: read_array(array) for name, array in arrays.items()}
         if net is not None:
-            layout, statistics = net.layout, net.buffer_layout
-            missing = [n for n in (*layout.names, *statistics.names) if n not in found]
+            layout = net.layout
+            statistics = net.buffer_layout
+            missing = [n for n in (*layout.names, *statistics.names) if n not in values]
             if missing:
                 raise Refused(f"the arrays lack {', '.join(missing[:5])} of the network")
         else:
             floats = {
-                n: torch.from_numpy(a.copy()) for n, a in found.items() if a.dtype.kind == "f"
+                n: torch.from_numpy(a.copy()) for n, a in values.items() if a.dtype.kind == "f"
             }
             own = {n: n.split(".")[-1] in _STATISTICS for n in floats}
             layout = Layout.of((n, t) for n, t in floats.items() if not own[n])
             statistics = Layout.of((n, t) for n, t in floats.items() if own[n])
         moving = (*layout.names, *statistics.names)
-        types = {str(found[name].dtype) for name in moving}
+        types = {str(values[name].dtype) for name in moving}
         if len(types) != 1 or not types <= {"float32", "float64"}:
             raise Refused(f"the network's arrays are {sorted(types)}; use float32 or float64 alone")
         fixed = {name: array for name, array in arrays.items() if name not in moving}
@@ -142,7 +144,7 @@ class Codec:
         odd = [n for n in record if n not in self.order]
         if odd:
             raise Refused(f"the model has arrays of other names: {', '.join(sorted(odd)[:5])}")
-        found = []
+        parts = []
         for layout in (self.layout, self.statistics):
             for name, shape in zip(layout.names, layout.shapes, strict=True):
                 if name not in record:
@@ -151,12 +153,13 @@ class Codec:
                 check_values(values, name)
                 if name.endswith("running_var") and values.size and values.min() < 0:
                     raise Refused(f"{name} is {values.min():g} at its least, expected at least 0")
-                found.append(Part(layout is self.layout, layout.slices[name], values))
-        return found
+                parts.append(Part(layout is self.layout, layout.slices[name], values))
+        return parts
 
     def _values(self, array: Array, name: str, shape: tuple[int, ...]) -> np.ndarray:
         plain = str(self.dtype).removeprefix("torch.")
-        head, size = _header(plain, shape), math.prod(shape)
+        head = _header(plain, shape)
+        size = math.prod(shape)
         if array.stype == _NUMPY and array.data.startswith(head) and size:  # the usual case
             dtype = np.dtype(plain)
             if len(array.data) == len(head) + size * dtype.itemsize:
@@ -174,8 +177,20 @@ class Codec:
         """Add a model's parts to two vectors in place: scaled, and its statistics by their own."""
         vector, buffers = (total.numpy() for total in totals)
         for part in parts:
-            total, scale = (vector, scales[0]) if part.trained else (buffers, scales[1])
-            add_scaled(total[part.place], part.values, scale)
+            if part.trained:
+                add_scaled(vector[part.place], part.values, scales[0])
+            else:
+                add_scaled(buffers[part.place], part.values, scales[1])
+
+    @property
+    def vector_bytes(self) -> int:
+        """How many bytes one vector [P] takes."""
+        return self.layout.size * self.dtype.itemsize
+
+    def zeros(self) -> tuple[Tensor, Tensor]:
+        """Return new zero vectors [P] and [Q]."""
+        vector = torch.zeros(self.layout.size, dtype=self.dtype)
+        return vector, torch.zeros(self.statistics.size, dtype=self.dtype)
 
     def read(self, record: ArrayRecord) -> tuple[Tensor, Tensor]:
         """Return a model that came in as new vectors [P] and [Q]."""
@@ -221,51 +236,67 @@ def write_tree(tree: Any) -> tuple[ArrayRecord, ConfigRecord]:
 
 def read_tree(arrays: ArrayRecord, shape: ConfigRecord) -> Any:
     """Build a tree of tuples and named tuples from what `write_tree` gave."""
-    text, taken = shape.get(SKELETON), set()
+    text = shape.get(SKELETON)
     if not isinstance(text, str) or len(text) > _LONGEST:
         raise Refused("a tree has no skeleton, or one that is too long")
-
-    def grown(node: Any, path: str, depth: int) -> Any:
-        if depth > _DEEPEST:
-            raise Refused(f"a tree is deeper than {_DEEPEST} levels")
-        if node is None:
-            return leaf(path)
-        if isinstance(node, list):
-            inner = [(str(i), part) for i, part in enumerate(node)]
-        elif isinstance(node, dict) and set(node) == {"="}:
-            return scalar(node["="], path)
-        elif isinstance(node, dict):
-            inner = list(node.items())
-        else:
-            raise Refused(f"a tree's skeleton is damaged at {path!r}")
-        parts = [grown(part, f"{path}.{n}" if path else n, depth + 1) for n, part in inner]
-        return tuple(parts) if isinstance(node, list) else _named(tuple(node))(*parts)
-
-    def leaf(path: str) -> Tensor:
-        if path not in arrays:
-            raise Refused(f"a tree lacks the array {path!r}")
-        values = read_array(arrays[path])
-        if values.dtype.kind == "f":
-            check_values(values, path)
-        taken.add(path)
-        return torch.from_numpy(values.copy())
-
-    def scalar(value: Any, path: str) -> Any:
-        if not (value is None or isinstance(value, bool | int | float | str)):
-            raise Refused(f"{path} is a {type(value).__name__}, expected a number or text")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise Refused(f"{path} is {value}, expected a finite number")
-        return value
-
     try:
         bones = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Refused(f"a tree's skeleton is not JSON: {error}") from error
-    tree = grown(bones, "", 0)
-    if set(arrays) != taken:
-        odd = sorted(set(arrays) - taken)
+    reader = _TreeReader(arrays)
+    tree = reader.node(bones, "", 0)
+    odd = sorted(set(arrays) - reader.used)
+    if odd:
         raise Refused(f"a tree has arrays without a place: {', '.join(odd[:5])}")
     return tree
+
+
+class _TreeReader:
+    """Builds a tree from its skeleton and remembers which arrays it used.
+
+    Args:
+        arrays: the tree's tensors by path.
+    """
+
+    def __init__(self, arrays: ArrayRecord) -> None:
+        self._arrays = arrays
+        self.used: set[str] = set()
+
+    def node(self, bones: Any, path: str, depth: int) -> Any:
+        """Return the part of the tree at a path."""
+        if depth > _DEEPEST:
+            raise Refused(f"a tree is deeper than {_DEEPEST} levels")
+        if bones is None:
+            return self._leaf(path)
+        if isinstance(bones, list):
+            inner = [(str(i), part) for i, part in enumerate(bones)]
+            return tuple(self._parts(inner, path, depth))
+        if not isinstance(bones, dict):
+            raise Refused(f"a tree's skeleton is damaged at {path!r}")
+        if set(bones) == {"="}:
+            return _scalar(bones["="], path)
+        parts = self._parts(list(bones.items()), path, depth)
+        return _named(tuple(bones))(*parts)
+
+    def _parts(self, inner: list[tuple[str, Any]], path: str, depth: int) -> list[Any]:
+        return [self.node(part, f"{path}.{n}" if path else n, depth + 1) for n, part in inner]
+
+    def _leaf(self, path: str) -> Tensor:
+        if path not in self._arrays:
+            raise Refused(f"a tree lacks the array {path!r}")
+        values = read_array(self._arrays[path])
+        if values.dtype.kind == "f":
+            check_values(values, path)
+        self.used.add(path)
+        return torch.from_numpy(values.copy())
+
+
+def _scalar(value: Any, path: str) -> Any:
+    if not (value is None or isinstance(value, bool | int | float | str)):
+        raise Refused(f"{path} is a {type(value).__name__}, expected a number or text")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Refused(f"{path} is {value}, expected a finite number")
+    return value
 
 
 @lru_cache(256)
@@ -292,17 +323,17 @@ def number(record: Mapping[str, Any], key: str, *, least: float = -math.inf) -> 
 
 def the_record(content: RecordDict, kind: type[Any], key: str | None = None) -> Any:
     """Return a message's record of a kind: the one under the key, or the only one there is."""
-    found = {k: v for k, v in content.items() if isinstance(v, kind)}
-    if key is not None and key in found:
-        return found[key]
-    if key is None and len(found) == 1:
-        return next(iter(found.values()))
+    records = {k: v for k, v in content.items() if isinstance(v, kind)}
+    if key is not None and key in records:
+        return records[key]
+    if key is None and len(records) == 1:
+        return next(iter(records.values()))
     wanted = f"the {kind.__name__} {key!r}" if key else f"exactly one {kind.__name__}"
-    raise Refused(f"the message has {len(found)} of {kind.__name__}, expected {wanted}")
+    raise Refused(f"the message has {len(records)} of {kind.__name__}, expected {wanted}")
 
 
 def fault(reply: Message) -> str:
-    """Return the last line of a reply's error, which names the exception."""
+    """Return the last line of a reply's error: it names the exception."""
     lines = (reply.error.reason or "").strip().splitlines()
     return lines[-1] if lines else f"Flower's error code {reply.error.code}"
 
@@ -324,7 +355,8 @@ def check_values(values: np.ndarray, name: str) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         if float(flat @ flat) <= _LARGEST**2:  # the usual case, in one pass
             return
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     if not (math.isfinite(low) and math.isfinite(high)):
         raise Refused(f"{name} holds NaN or Inf")
     if max(high, -low) > _LARGEST:

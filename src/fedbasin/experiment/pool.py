@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbasin.experiment.child_process import interrupts_blocked, prepare_worker
-from fedbasin.sim.run import Interrupted
+from fedbasin.sim.runner import Interrupted
 
 if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell, More

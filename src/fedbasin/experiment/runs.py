@@ -34,7 +34,7 @@ from fedbasin.experiment.executors import pick_device
 from fedbasin.experiment.pool import outcomes
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
-from fedbasin.sim.run import Interrupted, start_from_prefix
+from fedbasin.sim.runner import Interrupted, start_from_prefix
 from fedbasin.sinks import Target, refuse_across_processes, sinks_of
 
 OnRound = Callable[[RoundRecord], None]

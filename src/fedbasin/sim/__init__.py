@@ -4,5 +4,5 @@ from fedbasin.sim.loop import LoopExecutor as LoopExecutor
 from fedbasin.sim.population import Population as Population
 from fedbasin.sim.rounds import Diverged as Diverged
 from fedbasin.sim.rounds import Federation as Federation
-from fedbasin.sim.run import Interrupted as Interrupted
-from fedbasin.sim.run import run as run
+from fedbasin.sim.runner import Interrupted as Interrupted
+from fedbasin.sim.runner import run as run

@@ -1,13 +1,13 @@
-"""Keep freed memory instead of handing it back to the system after every step.
+"""Keep freed memory instead of returning it to the system after every step.
 
 A training step allocates and frees the same few megabytes again and again. glibc gives large
 blocks back at once and takes them anew, page by page and zeroed, which costs a convolutional
 network on a CPU up to a third of its step.
 
-What is kept has gaps. torch asks for aligned blocks, and a gap between two blocks in use is too
-small for an aligned one of the size that was freed there: with models of some 10 MB that come and
-go beside what is remembered, the heap grows from round to round. So now and then a run hands back
-the pages of its gaps.
+This leaves gaps in the heap. torch asks for aligned blocks, and a gap between two used blocks is
+too small for an aligned block of the size that was freed there. With models of some 10 MB beside
+what methods remember, the heap grows from round to round. So a run returns the pages of its gaps
+with every checkpoint.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_"
 def keep_freed_memory() -> bool:
     """Set glibc's allocator; return whether it was done.
 
-    Nothing is done elsewhere than on Linux, or where the user has chosen settings or another
-    allocator.
+    It is done on Linux alone, and not if the user has chosen settings or another allocator.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _CHOSEN):
         return False
@@ -34,6 +33,6 @@ def keep_freed_memory() -> bool:
 
 
 def hand_back_gaps() -> bool:
-    """Hand pages that lie unused inside the heap back to the system; return whether any were."""
+    """Return unused pages inside the heap to the system; say whether there were any."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     return trim is not None and bool(trim(0))

@@ -1,9 +1,8 @@
-"""What clients keep between rounds, in one store keyed by client id.
+"""The states that clients keep between rounds, in one store keyed by client id.
 
-States lie on the device where all clients' states together are a small part of its memory, else
-in main memory, and in files where they do not fit there either; then they visit the device only
-while their client trains. Simulated clients have no disk of their own: moving this state onto real
-clients replaces this class and nothing else.
+States are on the device if all of them take a small part of its memory. Otherwise they are in main
+memory, or in files if they do not fit there either, and are copied to the device while their client
+trains. On real clients (`deploy.client_state`) each client stores its own state.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.tree import count_bytes, flatten, mapped, rebuild, row, stack, tensors
 
 _DEVICE_SHARE = 1 / 16  # of a GPU's memory that states may take
-_ALIGNED = 8  # every leaf of a stored state begins at a multiple of so many bytes
+_ALIGNED = 8  # every leaf of a stored state begins at a multiple of this many bytes
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The store as a tree for checkpoints: only clients that have taken part."""
+class SavedStates:
+    """The states of clients that have taken part, as a checkpoint stores them."""
 
     ids: Tensor  # int64 [k]
     rounds: Tensor  # int64 [k] when each of them last took part
@@ -40,7 +39,7 @@ class ClientStates:
         vector: a model, for the device of states.
         clients: how many clients there are, N.
         limit: most bytes of main memory that the states of N clients may take.
-        archive: files for them beyond that; without, they stay in main memory.
+        archive: files for them beyond that; without it they stay in main memory.
     """
 
     def __init__(
@@ -60,11 +59,11 @@ class ClientStates:
         self._home = home(self._device, need)
         spills = self._home.type == "cpu" and need > limit
         self._archive = archive if spills else None
-        self._saved: dict[int, int] = {}  # what the last checkpoint speaks of
+        self._saved: dict[int, int] = {}  # the rounds in the last checkpoint
 
     @property
     def where(self) -> Literal["none", "device", "memory", "disk"]:
-        """Where states lie; none where clients keep nothing."""
+        """Where states are stored; none if clients have no state."""
         if not tensors(self._zero):
             return "none"
         if self._archive is not None:
@@ -94,37 +93,37 @@ class ClientStates:
             self._rounds[client] = round
         self._sweep()
 
-    def kept(self) -> Kept:
-        """Return everything worth saving."""
+    def kept(self) -> SavedStates:
+        """Return the states as a checkpoint stores them."""
         ids = sorted(self._rounds)
         rows: Any = ()
         if self._archive is None:
             rows = stack([self._held[i] for i in ids]) if ids else _moved(self._zero, self._home)
         rounds = torch.tensor([self._rounds[i] for i in ids], dtype=torch.int64)
-        return Kept(torch.tensor(ids, dtype=torch.int64), rounds, rows)
+        return SavedStates(torch.tensor(ids, dtype=torch.int64), rounds, rows)
 
-    def restore(self, kept: Kept) -> None:
-        """Take back what `kept` returned."""
-        ids = [int(i) for i in kept.ids]
-        self._rounds = dict(zip(ids, kept.rounds.tolist(), strict=True))
+    def restore(self, saved: SavedStates) -> None:
+        """Replace all states by those of a checkpoint."""
+        ids = [int(i) for i in saved.ids]
+        self._rounds = dict(zip(ids, saved.rounds.tolist(), strict=True))
         self._saved = dict(self._rounds)
         if self._archive is None:
-            self._held = {i: row(kept.rows, n) for n, i in enumerate(ids)}
+            self._held = {i: row(saved.rows, n) for n, i in enumerate(ids)}
 
-    def saved(self) -> None:
-        """Say that a checkpoint with the present states is on disk; older files may go."""
+    def mark_saved(self) -> None:
+        """Note that a checkpoint has the present states. Older files are no longer needed."""
         self._saved = dict(self._rounds)
         self._sweep()
 
     def _sweep(self) -> None:
-        """Keep the files of now and of the last checkpoint, at most two of a client."""
+        """Delete files other than those of now and of the last checkpoint."""
         if self._archive is not None:
             self._archive.keep([*self._rounds.items(), *self._saved.items()])
             self._archive.sweep()
 
 
 def home(device: torch.device, need: int) -> torch.device:
-    """Return where states of so many bytes lie when they are not on disk."""
+    """Return the device of states that take `need` bytes and are not on disk."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         if need <= memory * _DEVICE_SHARE:
@@ -157,7 +156,8 @@ def _packed(state: Any) -> Tensor:
 
 def _unpacked(packed: Tensor, template: Any) -> Any:
     """Return bytes as a state of the template's shape, without a copy."""
-    places, end = {}, 0
+    places = {}
+    end = 0
     for path, leaf in flatten(template):
         if isinstance(leaf, Tensor):
             size = leaf.numel() * leaf.element_size()

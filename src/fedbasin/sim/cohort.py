@@ -27,9 +27,9 @@ from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps
 from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
-from fedbasin.sim.lane import (
-    Course,
-    Lane,
+from fedbasin.sim.captured_step import (
+    BatchPlan,
+    CapturedStep,
     Progress,
     advanced,
     cloned,
@@ -63,7 +63,7 @@ def by_transform(loss: Loss, vector: Tensor) -> tuple[Tensor, Aux]:
 
 
 def rung(active: int, ladder: tuple[int, ...] = LADDER) -> int:
-    """Return the smallest size of the ladder that holds so many clients."""
+    """Return the smallest size of the ladder that is at least `active`."""
     return next((size for size in ladder if size >= active), -(-active // 50) * 50)
 
 
@@ -91,11 +91,11 @@ class CohortExecutor(Executor):
         trainer: how a client trains.
         population: the clients' data.
         key: the randomness of requests that bring none.
-        compiled: whether the step is compiled, once for every size of the active set; without, it
+        compiled: whether the step is compiled, once for all sizes of the active set. Otherwise it
             runs eagerly under `vmap` (captured as a graph on CUDA).
         chunk: most clients that advance together; 0 takes as many as the memory holds.
         memory: bytes that they may take; 0 is a share of what is free.
-        backend: what compiles.
+        backend: the compiler.
     """
 
     trainer: Trainer
@@ -106,7 +106,7 @@ class CohortExecutor(Executor):
     memory: int = 0
     backend: str = "inductor"
     counters: Counters = field(default_factory=Counters)
-    _lanes: dict[tuple[int, int], Lane] = field(default_factory=dict, init=False)
+    _captured: dict[tuple[int, int], CapturedStep] = field(default_factory=dict, init=False)
     _steps: dict[int, Compiled] = field(default_factory=dict, init=False)  # by most steps
     _pool: Any = field(default_factory=lambda: _graph_pool(), init=False)
 
@@ -119,7 +119,8 @@ class CohortExecutor(Executor):
         return [self._train(request) for request in requests]
 
     def _train(self, request: TrainRequest) -> Gathered:
-        cohort, sent = request.cohort, request.sent
+        cohort = request.cohort
+        sent = request.sent
         sizes = self.population.sizes[cohort]
         steps = np.array([count_steps(request.plan, int(n), self.trainer.batch) for n in sizes])
         order = np.argsort(-steps, kind="stable")
@@ -138,7 +139,7 @@ class CohortExecutor(Executor):
         work: Callable[[np.ndarray], _One],
         join: Callable[[list[_One]], _All],
     ) -> _All:
-        """Work on as many clients at once as may advance together, fewer where memory runs out."""
+        """Work on clients in chunks that fit in memory, smaller ones after memory runs out."""
         while True:
             width = self._width(len(order), sent.vector)
             try:
@@ -150,17 +151,18 @@ class CohortExecutor(Executor):
             self._shrink(width)  # out of the handler, which holds on to what ran out
 
     def _width(self, clients: int, vector: Tensor) -> int:
-        """Return how many clients advance together: even chunks that the memory holds."""
+        """Return how many clients advance together, in chunks of even size that fit in memory."""
         if not self.counters.width:
             budget = self.memory or int(SHARE * free_bytes(vector.device))
             fits = budget // max(client_bytes(self.trainer, self.population, vector), 1)
             self.counters.width = self.chunk or max(1, fits)
-        return -(-clients // -(-clients // self.counters.width))
+        chunks = -(-clients // self.counters.width)
+        return -(-clients // chunks)
 
     def _shrink(self, width: int) -> None:
-        """Halve the chunk after running out of memory, and say so."""
+        """Halve the chunk after running out of memory, and warn."""
         self.counters.width = -(-width // 2)
-        self._lanes.clear()
+        self._captured.clear()
         torch.cuda.empty_cache()
         warnings.warn(
             f"{width} clients side by side ran out of memory; going on with "
@@ -173,11 +175,12 @@ class CohortExecutor(Executor):
         return [self._probe(*request) for request in requests]
 
     def _probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
-        trainer, people = self.trainer, self.population
-        found = self._in_chunks(
+        trainer = self.trainer
+        people = self.population
+        stacked = self._in_chunks(
             cohort, sent, lambda part: gradients(trainer, people, part, sent), torch.cat
         )
-        return Probe(found, people.weights(cohort))
+        return Probe(stacked, people.weights(cohort))
 
     def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
         """Return what a client keeps before its first round."""
@@ -193,11 +196,13 @@ class CohortExecutor(Executor):
 
     def _chunk(self, clients: np.ndarray, steps: np.ndarray, request: TrainRequest) -> _Part:
         """Train clients that are sorted by falling number of steps."""
-        sent, plan = request.sent, request.plan
-        trainer, device = self.trainer, sent.vector.device
-        course, sizes = self._course(clients, steps, sent, plan, request.key or self.key)
+        sent = request.sent
+        plan = request.plan
+        trainer = self.trainer
+        device = sent.vector.device
+        batches, sizes = self._batch_plan(clients, steps, sent, plan, request.key or self.key)
         own = stack([request.states.get(int(client)) for client in clients])
-        starts = self._starts(clients, sizes, course, sent, plan, own)
+        starts = self._starts(clients, sizes, batches, sent, plan, own)
         begin = [
             torch.func.vmap(lambda s, r=rule: r.begin(s, trainer.net), in_dims=(dims,))(start)
             for rule, (start, dims) in zip(trainer.rules, starts, strict=True)
@@ -212,10 +217,11 @@ class CohortExecutor(Executor):
         zero = torch.zeros((), dtype=torch.int64, device=device)
         sums = sent.vector.new_zeros(count, 4)
         progress = cloned(Progress(point, sums, zero))  # rows of their own, not one row repeated
-        progress = self._advance(progress, course, steps)
-        lr_sum = course.limit.to(sent.vector.dtype) * plan.lr
-        ended = Finish(progress.point.vector, course.limit.to(sent.vector.dtype), lr_sum)
-        ends, uploaded = [], ended
+        progress = self._advance(progress, batches, steps)
+        lr_sum = batches.limit.to(sent.vector.dtype) * plan.lr
+        ended = Finish(progress.point.vector, batches.limit.to(sent.vector.dtype), lr_sum)
+        ends = []
+        uploaded = ended
         for rule, carry, (start, dims) in zip(
             trainer.rules, progress.point.carries, starts, strict=True
         ):
@@ -226,9 +232,9 @@ class CohortExecutor(Executor):
         replies = Replies(
             models=uploaded.vector,
             weights=sizes.to(torch.float64),
-            clients=course.clients,
-            steps=course.limit.to(torch.float64),
-            lr_sum=course.limit.to(torch.float64) * plan.lr,
+            clients=batches.clients,
+            steps=batches.limit.to(torch.float64),
+            lr_sum=batches.limit.to(torch.float64) * plan.lr,
             effective_steps=torch.tensor(
                 [trainer.length(int(k)) for k in steps], dtype=torch.float64, device=device
             ),
@@ -236,29 +242,28 @@ class CohortExecutor(Executor):
             reports=tuple(report for _, report in ends),
         )
         losses = progress.sums[:, 0] / progress.sums[:, 1].clamp(min=1)
-        kept = tuple(state for state, _ in ends)
+        states = tuple(state for state, _ in ends)
         if trainer.keep_optimiser:
-            kept = (*kept, progress.point.state)
-        return _Part(replies, progress.point.buffers, kept, losses)
+            states = (*states, progress.point.state)
+        return _Part(replies, progress.point.buffers, states, losses)
 
     def _fresh(self, vector: Tensor, count: int) -> Any:
-        """Return the optimiser's first state for so many clients."""
+        """Return the optimiser's first state for `count` clients."""
         state = self.trainer.optimiser.init(vector)
         return mapped(lambda leaf: leaf.expand(count, *leaf.shape), state)
 
-    def _course(
+    def _batch_plan(
         self, clients: np.ndarray, steps: np.ndarray, sent: Sent, plan: Plan, key: Key
-    ) -> tuple[Course, Tensor]:
-        device, batch = sent.vector.device, self.trainer.batch
-        sizes = torch.from_numpy(self.population.sizes[clients])
-        limit = torch.from_numpy(steps.astype(np.int64))
+    ) -> tuple[BatchPlan, Tensor]:
+        device = sent.vector.device
+        batch = self.trainer.batch
+        sizes = torch.from_numpy(self.population.sizes[clients]).to(device)
+        limit = torch.from_numpy(steps.astype(np.int64)).to(device)
         passes = -(-self.population.sizes[clients] // batch)
         keys = keys_tensor([client_key(key, sent.round, int(c)) for c in clients], device)
         first = torch.from_numpy(self.population.offsets[clients]).to(device)
-        late = torch.from_numpy(steps - passes)
-        sizes, limit, late, who = (
-            t.to(device) for t in (sizes, limit, late, torch.from_numpy(clients.astype(np.int64)))
-        )
+        late = torch.from_numpy(steps - passes).to(device)
+        who = torch.from_numpy(clients.astype(np.int64)).to(device)
         # One shape for all rounds: as many steps as the largest client of the population takes, now
         # or in an earlier round, where a plan asks for ever fewer.
         most = max(int(self.population.sizes.max()), 1)
@@ -268,53 +273,57 @@ class CohortExecutor(Executor):
         epochs = max(1, int(np.max(-(-steps // np.maximum(passes, 1)))))
         rows, real = cohort_rows(keys, sizes, limit, batch, longest, most, epochs, chances)
         lr = torch.tensor(plan.lr, dtype=sent.vector.dtype, device=device)
-        return Course(rows + first[:, None, None], real, keys, limit, late, who, lr), sizes
+        return BatchPlan(rows + first[:, None, None], real, keys, limit, late, who, lr), sizes
 
     def _chances(self, clients: np.ndarray, most: int) -> Tensor | None:
         """Return how likely each row of each client is [C, most], where a rule draws rows."""
         if self.trainer.drawer is None:
             return None
-        found = [self.trainer.chances(self.population.shard(int(c)).labels) for c in clients]
+        chances = [self.trainer.chances(self.population.shard(int(c)).labels) for c in clients]
         pad = torch.nn.functional.pad
-        return torch.stack([pad(each, (0, most - len(each))) for each in found if each is not None])
+        return torch.stack(
+            [pad(each, (0, most - len(each))) for each in chances if each is not None]
+        )
 
     def _starts(
         self,
         clients: np.ndarray,
         sizes: Tensor,
-        course: Course,
+        batches: BatchPlan,
         sent: Sent,
         plan: Plan,
         own: tuple[Any, ...],
     ) -> list[tuple[Start, Start]]:
         """Return what each rule begins with, and along which axes it is mapped over clients."""
-        dtype, trainer = sent.vector.dtype, self.trainer
+        dtype = sent.vector.dtype
+        trainer = self.trainer
         if not trainer.rules:
-            return []  # nobody asks for what would be counted here
-        counts = self.population.class_counts_of(course.clients, trainer.classes)
+            return []  # without rules nothing uses the counts
+        counts = self.population.class_counts_of(batches.clients, trainer.classes)
         now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
-        found = []
-        kept = own[: len(trainer.rules)]
-        for rule, shared, mine in zip(trainer.rules, sent.shared, kept, strict=True):
+        starts = []
+        of_rules = own[: len(trainer.rules)]  # after them comes the optimiser's, if it is kept
+        for rule, shared, mine in zip(trainer.rules, sent.shared, of_rules, strict=True):
             start = Start(
                 vector=sent.vector,
                 shared=shared,
                 own=mine,
                 round=now,
-                lr=course.lr,
-                steps=course.limit.to(dtype),
-                epoch_steps=(course.limit - course.late).to(dtype),
+                lr=batches.lr,
+                steps=batches.limit.to(dtype),
+                epoch_steps=(batches.limit - batches.late).to(dtype),
                 examples=sizes.to(dtype),
                 class_counts=counts.to(dtype),
                 survey=survey(rule, shared, trainer, self.population, clients, sent),
                 buffers=sent.buffers,
             )
-            found.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0, None)))  # type: ignore[arg-type]
-        return found
+            starts.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0, None)))  # type: ignore[arg-type]
+        return starts
 
-    def _advance(self, progress: Progress, course: Course, steps: np.ndarray) -> Progress:
-        """Take all steps, on ever fewer clients."""
-        done, last = 0, int(steps.max())
+    def _advance(self, progress: Progress, batches: BatchPlan, steps: np.ndarray) -> Progress:
+        """Take all steps, on fewer and fewer clients."""
+        done = 0
+        last = int(steps.max())
         while done < last:
             active = int((steps > done).sum())
             ladder = COARSE if any(step.fixed for step in self._steps.values()) else LADDER
@@ -323,17 +332,17 @@ class CohortExecutor(Executor):
             # Stay at this width until the active clients fit the next rung below.
             fits = int(steps[below[-1]]) if below else last
             until = min(max(fits, done + 1), last)
-            progress = self._segment(progress, course, width, until - done)
+            progress = self._segment(progress, batches, width, until - done)
             self.counters.useful += int(np.clip(steps[:width] - done, 0, until - done).sum())
             self.counters.total += width * (until - done)
             done = until
         return progress
 
-    def _segment(self, progress: Progress, course: Course, width: int, count: int) -> Progress:
+    def _segment(self, progress: Progress, batches: BatchPlan, width: int, count: int) -> Progress:
         """Take `count` steps on the first `width` clients."""
         whole = len(progress.sums)
-        shape = (width, course.rows.shape[1])
-        if shape not in self._lanes:
+        shape = (width, batches.rows.shape[1])
+        if shape not in self._captured:
             on_cuda = self.population.inputs.is_cuda
             one: Any = in_place(self._one_step) if on_cuda else self._one_step
             step = plain = repeated(one)
@@ -341,26 +350,28 @@ class CohortExecutor(Executor):
                 from fedbasin.sim.tracing import Compiled  # brings in the compiler, for seconds
 
                 step = self._steps.setdefault(shape[1], Compiled(one, self.backend))
-            self._lanes[shape] = Lane(step, plain, self.population, self._pool)
-        lane = self._lanes[shape]
+            self._captured[shape] = CapturedStep(step, plain, self.population, self._pool)
+        captured = self._captured[shape]
         if width == whole:
-            part = lane.run(progress, course, count)
+            part = captured.run(progress, batches, count)
         else:
-            part = lane.run(first_rows(progress, width), first_rows(course, width), count)
+            part = captured.run(first_rows(progress, width), first_rows(batches, width), count)
             part = overlaid(part, progress, width)
         self.counters.compiled = sum(step.count for step in self._steps.values())
         return part
 
     def _one_step(
-        self, progress: Progress, course: Course, inputs: Tensor, labels: Tensor
+        self, progress: Progress, batches: BatchPlan, inputs: Tensor, labels: Tensor
     ) -> Progress:
         """Advance every client that has a step left by one step."""
-        trainer, number = self.trainer, progress.number
-        rows = course.rows.index_select(1, number[None])[:, 0]  # [A, B]
-        weight = course.real.index_select(1, number[None])[:, 0].to(trainer.net.dtype)
-        augment = fold_in(fold_in(course.keys, AUGMENT), number)
-        dropout = fold_in(fold_in(course.keys, DROPOUT), number)
-        raw, label = inputs[rows], labels[rows]
+        trainer = self.trainer
+        number = progress.number
+        rows = batches.rows.index_select(1, number[None])[:, 0]  # [A, B]
+        weight = batches.real.index_select(1, number[None])[:, 0].to(trainer.net.dtype)
+        augment = fold_in(fold_in(batches.keys, AUGMENT), number)
+        dropout = fold_in(fold_in(batches.keys, DROPOUT), number)
+        raw = inputs[rows]
+        label = labels[rows]
 
         def one(
             point: Point, raw: Tensor, label: Tensor, weight: Tensor, a: Tensor, d: Tensor
@@ -369,7 +380,7 @@ class CohortExecutor(Executor):
             return step(
                 point,
                 batch,
-                course.lr,
+                batches.lr,
                 d,
                 net=trainer.net,
                 task=trainer.task,
@@ -380,11 +391,11 @@ class CohortExecutor(Executor):
             )
 
         after, loss = torch.func.vmap(one)(progress.point, raw, label, weight, augment, dropout)
-        active = number < course.limit
+        active = number < batches.limit
         point = advanced(active, after, progress.point)
         samples = weight.sum(1)
         both = torch.stack([loss * samples, samples], 1) * active[:, None]
-        late = (number >= course.late)[:, None]
+        late = (number >= batches.late)[:, None]
         sums = progress.sums + torch.cat([both, both * late], 1)
         return Progress(point, sums, number + 1)
 
@@ -394,7 +405,7 @@ def _graph_pool() -> Any:
 
 
 class _Part(NamedTuple):
-    """What one chunk gives."""
+    """The result of one chunk."""
 
     replies: Replies
     buffers: Tensor

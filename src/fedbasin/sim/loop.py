@@ -19,7 +19,7 @@ from fedbasin.sim.population import Population
 
 
 class Executor(Protocol):
-    """Trains cohorts. Every executor gives the result of the loop."""
+    """Trains cohorts. Every executor gives the same result as the loop."""
 
     def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
         """Train the cohort of each request from what its server sent."""
@@ -38,7 +38,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of processes and clusters; a closed executor trains no more."""
+        """Free processes and clusters. A closed executor cannot train."""
         return
 
 

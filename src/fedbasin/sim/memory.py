@@ -32,17 +32,18 @@ def client_bytes(trainer: Trainer, population: Population, vector: Tensor) -> in
     forward pass.
     """
     model = count_bytes(vector)
-    kept = count_bytes(trainer.zero_state(vector))
+    own = count_bytes(trainer.zero_state(vector))
     state = count_bytes(trainer.optimiser.init(vector))
-    return 5 * model + 3 * state + 3 * kept + int(1.5 * _saved_bytes(trainer, population, vector))
+    return 5 * model + 3 * state + 3 * own + int(1.5 * _saved_bytes(trainer, population, vector))
 
 
 def _saved_bytes(trainer: Trainer, population: Population, vector: Tensor) -> int:
     """Count what autograd keeps for the backward pass of one batch."""
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}  # by storage, which several tensors may share
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     raw = population.inputs[:1].expand(trainer.batch, *population.inputs.shape[1:])
@@ -52,6 +53,6 @@ def _saved_bytes(trainer: Trainer, population: Population, vector: Tensor) -> in
     batch = Batch(
         inputs, labels, torch.ones(trainer.batch, dtype=vector.dtype, device=vector.device)
     )
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         task_loss(trainer.net(leaf, inputs).logits, batch, trainer.task)
-    return sum(kept.values())
+    return sum(sizes.values())

@@ -21,9 +21,9 @@ def fraction(
 def reseeded(
     eligible: np.ndarray, rng: np.random.Generator, round: int, *, seed: int, rate: float = 0.1
 ) -> np.ndarray:
-    """The same share as code draws it that seeds NumPy with `seed` + round, counted from 0.
+    """The same fraction, drawn with NumPy seeded by `seed` + round (from 0) as in FedIMA's code.
 
-    FedIMA's does, with 2023. The run's own seed has no say.
+    FedIMA's seed is 2023. The run's own seed is not used.
     """
     if not 0 <= seed < 1 << 31:
         raise ValueError(f"participation: seed must be from 0 to {(1 << 31) - 1}, got {seed}")
@@ -50,7 +50,7 @@ def count(
 def bernoulli(
     eligible: np.ndarray, rng: np.random.Generator, round: int, *, rate: float = 0.1
 ) -> np.ndarray:
-    """Every client joins by itself with probability `rate`; the cohort may come out empty."""
+    """Every client joins independently with probability `rate`; an empty cohort is drawn again."""
     _check_rate(rate)
     return eligible[rng.random(len(eligible)) < rate]
 

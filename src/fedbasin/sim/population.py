@@ -82,7 +82,8 @@ class Population:
         if not classes:
             return clients.new_zeros(len(clients), 0)
         offsets = torch.from_numpy(self.offsets).to(self.labels.device)
-        first, end = offsets[clients][:, None], offsets[clients + 1][:, None]
+        first = offsets[clients][:, None]
+        end = offsets[clients + 1][:, None]
         place = torch.arange(max(int(self.sizes.max()), 1), device=self.labels.device)
         real = first + place < end
         labels = self.labels[torch.where(real, first + place, 0)]

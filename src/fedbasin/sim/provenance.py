@@ -1,4 +1,4 @@
-"""What data a run was begun on: kept with it, so that it goes on with no other."""
+"""The data of a run, recorded in its folder, so that it resumes on the same data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def identity(
         test: labels of the rows that are scored.
         clients: the training rows that each client holds.
         inputs: of both; only those that are not uint8 are hashed. Pixels and characters are told
-            apart by where they come from, and hashing them would take long.
+            apart by their source, and hashing them would take long.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in (np.array([len(held) for held in clients]), *clients, train, test):
@@ -46,13 +46,13 @@ def _add(digest: hashlib.blake2b, part: np.ndarray) -> None:
 
 
 def begun_on(folder: RunFolder) -> dict[str, Any]:
-    """Read what data a run was begun on; nothing where it was begun before that was kept."""
+    """Read the data that a run was begun on. Empty for runs made by older versions."""
     path = folder.path / "data.json"
     return read_object(path) if path.exists() else {}
 
 
 def refuse_other(folder: RunFolder, data: Mapping[str, Any]) -> None:
-    """Refuse to go on with a run on other data than it was begun on."""
+    """Refuse to resume a run on other data than it was begun on."""
     known = begun_on(folder)
     if known and data and known != data:
         raise RecordError(
@@ -63,8 +63,8 @@ def refuse_other(folder: RunFolder, data: Mapping[str, Any]) -> None:
         )
 
 
-def keep(folder: RunFolder, data: Mapping[str, Any]) -> None:
-    """Refuse other data; write down what a new run is begun on."""
+def record_data(folder: RunFolder, data: Mapping[str, Any]) -> None:
+    """Record the data of a new run. Refuse to resume a run on other data."""
     refuse_other(folder, data)
-    if data and not folder.checkpoint.exists():  # else it was begun on what nobody knows
+    if data and not folder.checkpoint.exists():  # else the data of the original run are unknown
         write_atomically(folder.path / "data.json", json.dumps(data) + "\n")

@@ -2,9 +2,9 @@
 
 Every worker is a Ray actor that holds the clients' rows and an engine of its own (cohort or
 loop) on its own device. A round deals the cohort to the workers and joins what comes back.
-Workers remember nothing that matters: clients' own states stay with the driver and travel
-with their shard, and randomness is keyed by (seed, round, client). So a lost worker is
-replaced, its shard trained again, and the result is that of one process.
+Workers hold no state of the run: clients' own states stay with the driver and are sent with
+their shard, and randomness is keyed by (seed, round, client). So a lost worker is replaced, its
+shard is trained again, and the result equals that of one process.
 
 The rows are placed in Ray's object store once; workers of one machine share that copy.
 Ray passes objects between its processes by pickling them: join only a cluster whose
@@ -86,7 +86,8 @@ class Worker:
         if device.type == "cpu":
             torch.set_num_threads(1)  # parallelism is by workers
         trainer = replace(setup.trainer, net=setup.trainer.net.on(device))
-        inputs, labels = (shared_tensor(a).to(device) for a in (setup.inputs, setup.labels))
+        inputs = shared_tensor(setup.inputs).to(device)
+        labels = shared_tensor(setup.labels).to(device)
         population = Population(inputs, labels, setup.offsets)
         self._trainer = trainer
         self._device = device
@@ -97,7 +98,8 @@ class Worker:
         self, clients: np.ndarray, own: Any, sent: Sent, plan: Plan, key: Key | None
     ) -> tuple[Rows, float]:
         """Train a shard; return what its clients send back, and their mean training loss."""
-        sent, own = _tensors(sent, self._device), _tensors(own, self._device)
+        sent = _tensors(sent, self._device)
+        own = _tensors(own, self._device)
         states = ClientStates(self._trainer.zero_state(sent.vector), sent.vector)
         states.put(clients.tolist(), [row(own, i) for i in range(len(clients))], sent.round)
         gathered = self._engine.train([TrainRequest(clients, sent, plan, states, key)])[0]
@@ -107,12 +109,12 @@ class Worker:
     def probe(self, clients: np.ndarray, sent: Sent) -> Probe:
         """Return the full gradients of a shard."""
         request = ProbeRequest(clients, _tensors(sent, self._device))
-        found: Probe = _arrays(self._engine.probe([request])[0])
-        return found
+        probe: Probe = _arrays(self._engine.probe([request])[0])
+        return probe
 
 
 class RayExecutor(Executor):
-    """Train a cohort in shards on Ray actors, to the result of one process.
+    """Train a cohort in shards on Ray actors. The result equals that of one process.
 
     Args:
         trainer: how a client trains; workers use the kind of device its network is on.
@@ -139,7 +141,9 @@ class RayExecutor(Executor):
     ) -> None:
         self._sizes = population.sizes
         self._trainer = trainer
-        self._retries, self._patience, self._lost = retries, patience, 0
+        self._retries = retries
+        self._patience = patience
+        self._lost = 0
         self._workers: list[Any] = []
         self._joined = not ray.is_initialized()  # else the cluster is the caller's to leave
         try:
@@ -169,7 +173,9 @@ class RayExecutor(Executor):
         return [self._train(request) for request in requests]
 
     def _train(self, request: TrainRequest) -> Gathered:
-        cohort, sent, plan = request.cohort, request.sent, request.plan
+        cohort = request.cohort
+        sent = request.sent
+        plan = request.plan
         steps = np.array(
             [count_steps(plan, int(n), self._trainer.batch) for n in self._sizes[cohort]]
         )
@@ -196,8 +202,8 @@ class RayExecutor(Executor):
         places, parts = self._dealt(
             cohort, self._sizes[cohort], sent.round, lambda w, shard: w.probe.remote(shard, common)
         )
-        found: Probe = _joined(parts, places, sent.vector.device)
-        return found
+        probe: Probe = _joined(parts, places, sent.vector.device)
+        return probe
 
     def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
         """Return what a client keeps before its first round."""
@@ -225,9 +231,11 @@ class RayExecutor(Executor):
         self, cohort: np.ndarray, work: np.ndarray, round: int, submit: Callable[..., Any]
     ) -> tuple[list[np.ndarray], list[Any]]:
         """Deal a cohort to the workers; return each shard's places in it, and its result."""
-        order, count = np.argsort(-work, kind="stable"), min(len(self._workers), len(cohort))
+        order = np.argsort(-work, kind="stable")
+        count = min(len(self._workers), len(cohort))
         places = [order[n::count] for n in range(count)]  # long and short clients for everyone
-        shards, tries = [cohort[place] for place in places], [0] * count
+        shards = [cohort[place] for place in places]
+        tries = [0] * count
         waiting = {submit(self._workers[n], shards[n]): n for n in range(count)}
         parts: dict[int, Any] = {}
         while waiting:
@@ -247,19 +255,20 @@ class RayExecutor(Executor):
     def _introduced(self, ready: Any) -> Ready:
         """Wait for a worker to start, and refuse one that runs other code."""
         try:
-            found: Ready = ray.get(ready, timeout=self._patience)
+            worker: Ready = ray.get(ready, timeout=self._patience)
         except GetTimeoutError as error:
             raise GetTimeoutError(
                 f"no worker came up within {self._patience:.0f} s; the cluster may have no room"
             ) from error
-        if found.versions != versions():
-            raise ClusterError(f"a Ray worker has {found.versions}, this process {versions()}")
-        return found
+        if worker.versions != versions():
+            raise ClusterError(f"a Ray worker has {worker.versions}, this process {versions()}")
+        return worker
 
     def _replace(self, n: int, tries: int, shard: str, error: RayError) -> int:
         """Put a new worker in the place of a lost one; return how many were tried by now."""
         while tries < self._retries:
-            tries, self._lost = tries + 1, self._lost + 1
+            tries += 1
+            self._lost += 1
             reason = _last_line(error)
             _log.warning("%s: worker lost, try %d: %s", shard, tries, reason)
             ray.kill(self._workers[n])
@@ -271,12 +280,12 @@ class RayExecutor(Executor):
                 error = failure
         raise ShardLost(
             f"{shard} was lost {tries + 1} times, the last time because: {_last_line(error)} "
-            "The run goes on from its last checkpoint with fedbasin resume"
+            "Resume the run from its last checkpoint with fedbasin resume"
         ) from error
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that decide a result."""
+    """Return the versions that results depend on."""
     return {name: metadata.version(name) for name in ("fedbasin", "torch")}
 
 
@@ -288,7 +297,8 @@ def room(resources: dict[str, float], workers: int, on_cuda: bool) -> tuple[int,
     >>> room({"CPU": 8.0}, 0, False)
     (8, 0.0)
     """
-    cores, gpus = (int(resources.get(name, 0)) for name in ("CPU", "GPU"))
+    cores = int(resources.get("CPU", 0))
+    gpus = int(resources.get("GPU", 0))
     if on_cuda and not gpus:
         raise ClusterError("the run is on cuda and the Ray cluster has no GPU; set sim.device=cpu")
     count = workers or (gpus if on_cuda else cores)
@@ -352,9 +362,9 @@ def _tensors(tree: Any, device: torch.device) -> Any:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    rebuild(tree, lambda _, leaf: found.append(leaf))
-    return found
+    leaves: list[Any] = []
+    rebuild(tree, lambda _, leaf: leaves.append(leaf))
+    return leaves
 
 
 def _cause(error: RayError) -> Exception:

@@ -1,4 +1,4 @@
-"""The round loop of a simulation: draw a cohort, answer the round's requests, keep snapshots."""
+"""The round loop of a simulation: draw a cohort, answer the round's requests, store snapshots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedbasin.core.expressions import Choice
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError
 from fedbasin.core.net import Net
-from fedbasin.core.record import RoundRecord
+from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import Key
 from fedbasin.core.round import (
     BufferPolicy,
@@ -89,9 +89,9 @@ class Federation:
         train: rows of clients that models are scored on as well, where that is wanted.
         client_memory: most bytes of main memory for what all clients keep between rounds.
         client_archive: files for it beyond that.
-        snapshots: which models are kept for analyses, and where.
+        snapshots: which models are stored for analyses, and where.
         holdings: who holds what, for the record.
-        data: what tells this data from other (`provenance.identity`).
+        data: what identifies the data (`provenance.identity`).
     """
 
     method: Method
@@ -131,8 +131,22 @@ class Federation:
         )
         return Server(0, vector, vector, buffers, state), states
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a run's summary says about how it was computed."""
+        return self.executor.facts()
+
+    @property
+    def headline(self) -> Headline:
+        """The metric that the run is judged by."""
+        return self.evaluator.headline
+
+    def sweep(self) -> None:
+        """Delete the files that the method's state no longer needs."""
+        if self.context.archive is not None:
+            self.context.archive.sweep()
+
     def close(self) -> None:
-        """Let go of what the executor holds, such as processes."""
+        """Free what the executor holds, such as processes."""
         self.executor.close()
 
     def cohort(self, round: int) -> tuple[np.ndarray, np.ndarray]:
@@ -188,11 +202,11 @@ class Federation:
         if exchange.gathered is not None:
             replies = exchange.gathered.replies
             states.put(cohort.tolist(), exchange.gathered.own, server.round)
-        self._keep(server, after, replies)
+        self._store_snapshot(server, after, replies)
         return after, replace(record, seconds=time.perf_counter() - began)
 
-    def _keep(self, before: Server, after: Server, replies: Replies | None) -> None:
-        """Store the models of a round that was asked for."""
+    def _store_snapshot(self, before: Server, after: Server, replies: Replies | None) -> None:
+        """Store the models of a round, if snapshots of it are wanted."""
         if self.snapshots is None or after.round not in self.snapshots.rounds:
             return
         send = None if after.send is after.score else after.send

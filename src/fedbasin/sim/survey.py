@@ -34,7 +34,9 @@ def survey(
     """Return a rule's survey of every client, stacked [C, ...]."""
     if not rule.surveys:
         return ()
-    net, vector, buffers = trainer.net, sent.vector, sent.buffers
+    net = trainer.net
+    vector = sent.vector
+    buffers = sent.buffers
     return _sums(
         lambda batch: rule.survey(Look(net, vector, buffers, shared, batch, trainer.task)),
         trainer,
@@ -45,8 +47,10 @@ def survey(
 
 def gradients(trainer: Trainer, population: Population, clients: np.ndarray, sent: Sent) -> Tensor:
     """Return every client's mean gradient over its rows [C, P]."""
-    net, vector, buffers = trainer.net, sent.vector, sent.buffers
-    found: _Gradient = _sums(
+    net = trainer.net
+    vector = sent.vector
+    buffers = sent.buffers
+    sums: _Gradient = _sums(
         lambda batch: _Gradient(
             summed_gradient(Look(net, vector, buffers, (), batch, trainer.task))
         ),
@@ -55,7 +59,7 @@ def gradients(trainer: Trainer, population: Population, clients: np.ndarray, sen
         clients,
     )
     sizes = torch.from_numpy(population.sizes[clients]).to(vector)
-    return found.total / sizes[:, None].clamp(min=1)
+    return sums.total / sizes[:, None].clamp(min=1)
 
 
 def _sums(
@@ -69,7 +73,8 @@ def _sums(
     def one(raw: Tensor, labels: Tensor, weight: Tensor) -> Any:
         return find(Batch(trainer.transform(raw, None), labels, weight))
 
-    blocks, most = [], max(int(population.sizes[clients].max()), 1)
+    blocks = []
+    most = max(int(population.sizes[clients].max()), 1)
     for begin in range(0, most, SURVEY_ROWS):
         place = torch.arange(begin, min(begin + SURVEY_ROWS, most), device=device)[None]
         real = place < sizes

@@ -1,9 +1,9 @@
 """A step as one graph of plain operators, compiled once for all numbers of clients.
 
-The step is traced by running it on shapes alone: transforms, rules and layers are then gone, and
-what is left to the compiler is plain, which takes it less time and lets a layer bring a gradient of
-its own. `vmap` writes the number of clients into the graph, as a factor of constants. So the step
-is traced for several numbers, and the constants that grow with them are put back as what they are.
+The step is traced by running it on shapes alone. The graph has no transforms, rules or layers left,
+only plain operators. It compiles faster, and a layer may have a gradient of its own. `vmap` writes
+the number of clients into the graph, as a factor of constants. So the step is traced for several
+numbers of clients, and the constants that grow with them become products with that number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Flat = Callable[..., Sequence[Tensor]]
 
-WIDTHS = (5, 7, 11)  # numbers of clients that are traced; primes, lest constants agree by chance
+WIDTHS = (
+    5,
+    7,
+    11,
+)  # numbers of clients that are traced; primes, so no constant fits by chance
 
 
 _GROUPED = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
@@ -47,7 +51,8 @@ class Compiled:
     """
 
     def __init__(self, step: Callable[..., Any], backend: str) -> None:
-        self._step, self._backend = step, backend
+        self._step = step
+        self._backend = backend
         self._graphs: list[_Graph] = []
         self._of: dict[int, Flat] = {}  # by number of clients
         self._returned: Any = None  # the structure of what the step returns
@@ -62,22 +67,24 @@ class Compiled:
         """Whether it must be compiled for every number of clients."""
         return any(graph.clients > 1 and not graph.free for graph in self._graphs)
 
-    def __call__(self, progress: Any, course: Any, *data: Tensor, count: int = 1) -> Any:
+    def __call__(self, progress: Any, batches: Any, *data: Tensor, count: int = 1) -> Any:
         """Take the step `count` times, each time from what the last one returned."""
-        leaves, given = tree_flatten((progress, course, *data))
+        leaves, given = tree_flatten((progress, batches, *data))
         clients = len(leaves[0])
         if clients not in self._of:
 
             def flat(*inputs: Tensor) -> Sequence[Tensor]:
-                found, self._returned = tree_flatten(self._step(*tree_unflatten(inputs, given)))
-                return found
+                after = self._step(*tree_unflatten(inputs, given))
+                outputs, self._returned = tree_flatten(after)
+                return outputs
 
             if not any(graph.fits(leaves) for graph in self._graphs):
                 rows = len(leaves) - len(data)
                 mapped = [i < rows and leaf.dim() > 0 for i, leaf in enumerate(leaves)]
                 self._graphs.append(_Graph(flat, leaves, mapped, self._backend))
             self._of[clients] = next(g.run for g in self._graphs if g.fits(leaves))
-        advance, moved = self._of[clients], leaves
+        advance = self._of[clients]
+        moved = leaves
         for _ in range(count):
             moved = [*advance(*leaves)]
             leaves[: len(moved)] = moved
@@ -96,15 +103,17 @@ class _Graph:
 
     def __init__(self, flat: Flat, leaves: list[Tensor], mapped: list[bool], backend: str) -> None:
         self.clients = len(leaves[0])
-        graph, self.free = _any_number(flat, leaves, mapped), True
+        graph = _any_number(flat, leaves, mapped)
+        self.free = True
         if graph is None:
-            graph, self.free = traced(flat, leaves, mapped, self.clients), False
+            graph = traced(flat, leaves, mapped, self.clients)
+            self.free = False
         self._shapes = ShapeEnv()
         mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
         self._inputs = [
             mode.from_tensor(
                 leaf,
-                # without a name, lest the value of a scalar be taken for a constant
+                # without a name, or the value of a scalar would become a constant
                 source=ConstantSource(f"input{i}") if leaf.dim() else None,
                 symbolic_context=_sizes(leaf, mapped[i] and self.free),
             )
@@ -114,14 +123,14 @@ class _Graph:
             self.run: Flat = torch._dynamo.lookup_backend(backend)(graph, [*self._inputs])
 
     def fits(self, leaves: list[Tensor]) -> bool:
-        """Whether the graph is good for inputs of so many clients."""
+        """Whether the graph can be used for these inputs."""
         if not self.free:
             return len(leaves[0]) == self.clients
         return self._shapes.evaluate_guards_for_args(self._inputs, leaves, ignore_static=False)
 
 
 def _sizes(leaf: Tensor, free: bool) -> StatelessSymbolicContext[Any, Any]:
-    """Say that no size of a tensor can change, or only the first."""
+    """Mark all sizes of a tensor as fixed, or all but the first."""
     fixed = [DimDynamic.STATIC] * leaf.dim()
     return StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK, *fixed[1:]] if free else fixed)
 

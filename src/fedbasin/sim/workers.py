@@ -1,4 +1,4 @@
-"""The worker executor: the clients of a round are shared out to processes of one thread each.
+"""The worker executor: the clients of a round are divided among processes of one thread each.
 
 For networks whose step is mostly arithmetic (convolutions on a CPU), where neither a matrix of
 clients nor torch's own threads help. Every process is a loop executor for its share, so the
@@ -34,14 +34,16 @@ _LINE = 64  # tensors begin at multiples of a cache line
 
 
 class WorkerError(RuntimeError):
-    """A worker that failed or ended, with what it said."""
+    """A worker process that failed or ended, with its error."""
 
 
 class _Place:
-    """Where a tensor lies in shared memory; to the trees of `core.tree` it is a leaf."""
+    """The place of a tensor in shared memory. It is a leaf to the trees of `core.tree`."""
 
     def __init__(self, at: int, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.at, self.shape, self.dtype = at, shape, dtype
+        self.at = at
+        self.shape = shape
+        self.dtype = dtype
 
     def view(self, memory: Tensor) -> Tensor:
         """Return the tensor."""
@@ -102,7 +104,7 @@ class WorkerExecutor:
             raise
 
     def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
-        """Return the cohorts' full gradients, found in this process: one pass over their rows."""
+        """Return the cohorts' full gradients, computed in this process: one pass over the rows."""
         return LoopExecutor(self.trainer, self.population, self.key).probe(requests)
 
     def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
@@ -118,7 +120,9 @@ class WorkerExecutor:
         _stop(self._running)
 
     def _train(self, request: TrainRequest) -> Gathered:
-        cohort, sent, plan = request.cohort, request.sent, request.plan
+        cohort = request.cohort
+        sent = request.sent
+        plan = request.plan
         key = request.key or self.key
         if not self._running:
             self._start()
@@ -164,7 +168,8 @@ def shared_out(steps: list[int], workers: int) -> list[list[int]]:
     >>> shared_out([5, 1, 4, 2], 2)
     [[0, 1], [2, 3]]
     """
-    loads, shares = [0] * workers, [[] for _ in range(workers)]  # type: ignore[var-annotated]
+    loads = [0] * workers
+    shares: list[list[int]] = [[] for _ in range(workers)]
     for position in sorted(range(len(steps)), key=lambda i: -steps[i]):
         least = loads.index(min(loads))
         loads[least] += steps[position]
@@ -207,8 +212,8 @@ def _collected(worker: _Worker) -> list[Trained]:
         worker.up = _memory(answer)
         _send(worker, worker.up)
         answer = _receive(worker)
-    found: list[Trained] = list(_read(answer, worker.up, copied=True))
-    return found
+    trained: list[Trained] = list(_read(answer, worker.up, copied=True))
+    return trained
 
 
 def _stop(running: list[_Worker]) -> None:
@@ -272,7 +277,8 @@ def _bytes(tree: Any) -> int:
 
 def _written(tree: Any, memory: Tensor) -> tuple[Any, Tensor]:
     """Write a tree's tensors into shared memory, new if it is too small; return their places."""
-    need, at = _bytes(tree), 0
+    need = _bytes(tree)
+    at = 0
     if need > memory.numel():
         memory = _memory(need)
 

@@ -7,7 +7,7 @@ from flwr.clientapp import ClientApp
 
 import fedbasin.methods  # noqa: F401  (fills the catalogue)
 from fedbasin.core.expressions import parse
-from fedbasin.deploy import Desk, app_of
+from fedbasin.deploy import ClientSetup, app_of
 from fedbasin.testing import toy_federation
 
 app = ClientApp()
@@ -17,7 +17,7 @@ app = ClientApp()
 def app_for(method: str) -> ClientApp:
     """Return the clients of one method."""
     federation = toy_federation(parse(method, "method"), rounds=3)
-    return app_of(lambda context: Desk.of(federation, context, counts="plain"))
+    return app_of(lambda context: ClientSetup.of(federation, context, counts="plain"))
 
 
 @app.train()

@@ -21,8 +21,8 @@ from fedbasin.core.round import Server, summary_of
 from fedbasin.core.sink import Log
 from fedbasin.core.state import load, save, write
 from fedbasin.sim.allocator import hand_back_gaps
-from fedbasin.sim.clients import ClientStates, Kept
-from fedbasin.sim.provenance import keep, refuse_other
+from fedbasin.sim.clients import ClientStates, SavedStates
+from fedbasin.sim.provenance import record_data, refuse_other
 from fedbasin.sim.rounds import Diverged, Federation
 
 OnRound = Callable[[RoundRecord], None]
@@ -34,10 +34,10 @@ class Interrupted(RuntimeError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on."""
+    """Everything that a run needs to resume."""
 
     server: Server
-    clients: Kept
+    clients: SavedStates
     seconds: float  # spent so far
 
 
@@ -51,26 +51,28 @@ def run(
     on_round: OnRound | None = None,
     log: Log | None = None,
 ) -> dict[str, Any]:
-    """Run, or go on with, the run of a folder; return and write its summary.
+    """Start or resume the run of a folder. Return and write its summary.
 
     Args:
         federation: what to run.
-        folder: where its records go; a checkpoint found there is where it starts.
+        folder: where its records go. A checkpoint in it is resumed.
         facts: what the summary says beside the measured numbers.
         checkpoint_every: save after every k rounds, and at the end.
-        branching: rounds after which a checkpoint is kept for other runs to go on from.
+        branching: rounds after which a checkpoint is saved for other runs to start from.
         on_round: called with each round's record, for progress displays.
         log: where else records and summary go. If it fails, a checkpoint is saved before the error
             is raised.
     """
     log = log or Log((), folder.path, folder.path, {})
-    keep(folder, federation.data)
+    record_data(folder, federation.data)
     server, states, spent = _restored(federation, folder)
     records = folder.keep_rounds(server.round)
     if federation.holdings is not None:
         write_atomically(folder.partition, federation.holdings.to_csv())
     log.open(records)
-    began, status, reason = time.perf_counter(), "finished", None
+    began = time.perf_counter()
+    status = "finished"
+    reason = None
 
     def seconds() -> float:
         return spent + time.perf_counter() - began
@@ -85,27 +87,26 @@ def run(
                     on_round(record)
                 failed = log.record(record)
                 if record.round in branching:
-                    _keep_branching(folder, Checkpoint(server, states.kept(), seconds()))
+                    _save_branching(folder, Checkpoint(server, states.kept(), seconds()))
                 last = record.round == federation.rounds
                 if last or stopping() or failed or record.round % checkpoint_every == 0:
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
-                    states.saved()
-                    if federation.context.archive is not None:
-                        federation.context.archive.sweep()
+                    states.mark_saved()
+                    federation.sweep()
                     hand_back_gaps()
                 if failed is not None:
                     raise failed
                 if stopping() and not last:
-                    status, reason = "stopped", f"stopped by the user after round {record.round}"
+                    status = "stopped"
+                    reason = f"stopped by the user after round {record.round}"
                     break
         except Diverged as error:
-            status, reason = "diverged", str(error)
+            status = "diverged"
+            reason = str(error)
         summary = (
-            facts
-            | summary_of(records, seconds(), federation.evaluator.headline, status, reason)
-            | _peaks()
+            facts | summary_of(records, seconds(), federation.headline, status, reason) | _peaks()
         )
-        summary |= federation.executor.facts() | {"client_states": states.where}
+        summary |= federation.facts() | {"client_states": states.where}
         folder.write_summary(summary)
     if status == "finished":
         _ship(federation, server, folder)
@@ -129,25 +130,27 @@ def start_from_prefix(
     Args:
         federation: what is to run.
         folder: where; it holds nothing yet.
-        prefix: the run of the method's `shared_prefix`, which kept a checkpoint for it.
+        prefix: the run of the method's `shared_prefix`, which saved a checkpoint for it.
         round: how many rounds are taken over.
     """
     plain, common = shared_prefix(federation.method, federation.rounds)
     if round > common:
         raise ValueError(f"{federation.method} parts from {plain} after round {common}")
     refuse_other(prefix, federation.data)
-    keep(folder, federation.data)
+    record_data(folder, federation.data)
     server, states = replace(federation, method=plain).begin()
-    found: Checkpoint = load(prefix.branching(round), Checkpoint(server, states.kept(), 0.0))
-    server, context = found.server, federation.context.at(round, 0.0)
+    empty = Checkpoint(server, states.kept(), 0.0)
+    branch: Checkpoint = load(prefix.branching(round), empty)
+    server = branch.server
+    context = federation.context.at(round, 0.0)
     state = state_from_prefix(federation.method, server.state, server.send, context)
     records = [record for record in prefix.read_rounds() if record.round <= round]
     write_atomically(folder.rounds, "".join(record.line() + "\n" for record in records))
-    save(folder.checkpoint, replace(found, server=replace(server, state=state)))
+    save(folder.checkpoint, replace(branch, server=replace(server, state=state)))
 
 
-def _keep_branching(folder: RunFolder, checkpoint: Checkpoint) -> None:
-    """Keep a checkpoint for other runs, unless files that will be swept away belong to it."""
+def _save_branching(folder: RunFolder, checkpoint: Checkpoint) -> None:
+    """Save a checkpoint for other runs, unless it needs files that will be deleted."""
     if folder.archive.exists() or folder.clients.exists():
         return
     path = folder.branching(checkpoint.server.round)
@@ -160,12 +163,12 @@ def _restored(federation: Federation, folder: RunFolder) -> tuple[Server, Client
     if not folder.checkpoint.exists():
         return server, states, 0.0
     empty = Checkpoint(server, states.kept(), 0.0)
-    found: Checkpoint = load(folder.checkpoint, empty)
-    states.restore(found.clients)
-    server = found.server
+    checkpoint: Checkpoint = load(folder.checkpoint, empty)
+    states.restore(checkpoint.clients)
+    server = checkpoint.server
     if torch.equal(server.send, server.score):
         server = replace(server, score=server.send)  # one model, as it was before saving
-    return server, states, found.seconds
+    return server, states, checkpoint.seconds
 
 
 def _ship(federation: Federation, server: Server, folder: RunFolder) -> None:
@@ -191,12 +194,13 @@ def _peak_memory() -> int:
 
 @contextmanager
 def _stop_after_round() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C or SIGTERM finish the round and save; a second one stops at once.
+    """Stop after the round at the first Ctrl-C or SIGTERM, and at once at a second one.
 
-    One of each is still one stop: a scheduler's SIGTERM also ends the process that began this one,
-    and for that a run of a comparison interrupts itself.
+    One of each counts as one stop: a scheduler's SIGTERM also ends the parent process, and a run of
+    a comparison interrupts itself when its parent ends.
     """
-    asked, numbers = threading.Event(), set[int]()
+    asked = threading.Event()
+    numbers = set[int]()
 
     def ask(number: int, frame: FrameType | None) -> None:
         if number in numbers:

@@ -1,7 +1,7 @@
-"""A lane: the step of one number of clients that advance side by side.
+"""The training step of one number of clients that advance together.
 
-On CUDA the step is captured as a graph, so that it costs the host one launch; compiled first, or
-as it is. Elsewhere it is called, compiled or not.
+On CUDA the step, compiled or not, is captured as a graph, so that it costs the host one launch.
+On other devices it is called.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fedbasin.local.step import Point
 from fedbasin.sim.population import Population
 
 
-class Course(NamedTuple):
-    """What a chunk of clients trains on; rows are clients."""
+class BatchPlan(NamedTuple):
+    """The batches that a chunk of clients trains on. Rows are clients."""
 
     rows: Tensor  # int64 [A, K, B] rows of the population
     real: Tensor  # bool [A, K, B] whether a row is a sample or padding
@@ -34,14 +34,14 @@ class Course(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Where a chunk stands."""
+    """How far a chunk has come."""
 
     point: Point  # leaves [A, ...]
     sums: Tensor  # [A, 4] loss and samples of the whole round, then of the last epoch
     number: Tensor  # 0-d int64, the next step
 
 
-class Lane:
+class CapturedStep:
     """The step for one number of active clients.
 
     Args:
@@ -58,17 +58,19 @@ class Lane:
         population: Population,
         pool: Any = None,
     ) -> None:
-        self._step, self._plain, self._pool = step, plain, pool
+        self._step = step
+        self._plain = plain
+        self._pool = pool
         self._data = (population.inputs, population.labels)
         self._captures = population.inputs.is_cuda
         self._graph: torch.cuda.CUDAGraph | None = None
         self._progress: Progress
-        self._course: Course
+        self._batch_plan: BatchPlan
 
-    def run(self, progress: Progress, course: Course, count: int) -> Progress:
+    def run(self, progress: Progress, batches: BatchPlan, count: int) -> Progress:
         """Take `count` steps; nothing given is changed."""
         try:
-            return self._run(progress, course, count)
+            return self._run(progress, batches, count)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # compilers fail in many ways; what is ours fails again below
@@ -77,39 +79,40 @@ class Lane:
             first = str(error).strip().split("\n", 1)[0]
             warnings.warn(f"the step runs uncompiled, it cannot be compiled: {first}", stacklevel=2)
             self._step = self._plain
-            return self._run(progress, course, count)
+            return self._run(progress, batches, count)
 
-    def _run(self, progress: Progress, course: Course, count: int) -> Progress:
+    def _run(self, progress: Progress, batches: BatchPlan, count: int) -> Progress:
         if not self._captures:
-            after: Progress = self._step(progress, course, *self._data, count=count)
+            after: Progress = self._step(progress, batches, *self._data, count=count)
             return after
         if self._graph is None:
-            self._capture(progress, course)
+            self._capture(progress, batches)
         assert self._graph is not None
-        _copy(self._course, course)
+        _copy(self._batch_plan, batches)
         _copy(self._progress, progress)
         for _ in range(count):
             self._graph.replay()
         return cloned(self._progress)
 
-    def _capture(self, progress: Progress, course: Course) -> None:
+    def _capture(self, progress: Progress, batches: BatchPlan) -> None:
         """Record one step that reads and writes buffers of its own."""
-        self._progress, self._course = cloned(progress), cloned(course)
+        self._progress = cloned(progress)
+        self._batch_plan = cloned(batches)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with _tuned(), torch.cuda.stream(stream):
             for _ in range(2):
-                self._progress.number.zero_()  # steps are taken in place: stay within the course
-                self._step(self._progress, self._course, *self._data)
+                self._progress.number.zero_()  # steps are taken in place: stay within the plan
+                self._step(self._progress, self._batch_plan, *self._data)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with _tuned(), _uncollected(), torch.cuda.graph(graph, pool=self._pool):
-            self._step(self._progress, self._course, *self._data)
+            self._step(self._progress, self._batch_plan, *self._data)
         self._graph = graph
 
 
 def _tuned() -> AbstractContextManager[None]:
-    """Let cuDNN try its kernels and keep the fastest: a lane's shapes never change."""
+    """Let cuDNN try its kernels and use the fastest: a step's shapes never change."""
     tf32 = torch.backends.cudnn.allow_tf32
     return torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=tf32)
 
@@ -129,9 +132,9 @@ def _uncollected() -> Iterator[None]:
 def repeated(one_step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step that can be taken several times at once, as a compiled one can."""
 
-    def advance(progress: Any, course: Course, *data: Tensor, count: int = 1) -> Any:
+    def advance(progress: Any, batches: BatchPlan, *data: Tensor, count: int = 1) -> Any:
         for _ in range(count):
-            progress = one_step(progress, course, *data)
+            progress = one_step(progress, batches, *data)
         return progress
 
     return advance
@@ -140,8 +143,8 @@ def repeated(one_step: Callable[..., Any]) -> Callable[..., Any]:
 def in_place(one_step: Callable[..., Progress]) -> Callable[..., None]:
     """Return a step that writes over the progress it is given, without a copy of its own."""
 
-    def advance(progress: Progress, course: Course, *data: Tensor) -> None:
-        after = one_step(progress, course, *data)
+    def advance(progress: Progress, batches: BatchPlan, *data: Tensor) -> None:
+        after = one_step(progress, batches, *data)
         for old, new in zip(tree_leaves(progress), tree_leaves(after), strict=True):
             if new is not old:
                 old.copy_(new)
@@ -176,12 +179,12 @@ def overlaid(part: Progress, whole: Progress, width: int) -> Progress:
 
 
 def advanced(active: Tensor, new: Point, old: Point) -> Point:
-    """Keep the old rows of clients that have no step left."""
+    """Return the new rows of active clients, and the old rows of those without a step left."""
 
     def choose(after: Tensor, before: Tensor) -> Tensor:
         if after is before:  # what a rule carries along and does not change
             return before
         return torch.where(active.view(-1, *(1,) * (before.dim() - 1)), after, before)
 
-    kept: Point = tree_map(choose, new, old)
-    return kept
+    point: Point = tree_map(choose, new, old)
+    return point

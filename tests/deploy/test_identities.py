@@ -16,8 +16,8 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbasin.core.expressions import parse
-from fedbasin.deploy import Desk, app_of, place
-from fedbasin.deploy.clients import Clients, Seat, TooFewNodes
+from fedbasin.deploy import ClientSetup, app_of, place
+from fedbasin.deploy.clients import Clients, NodeIdentity, TooFewNodes
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.wire import Refused
 from fedbasin.sim.population import Population
@@ -32,11 +32,13 @@ def telling():
     """An app that passes on whatever its node configuration says."""
     executor = toy_federation(parse("fedavg", "method")).executor
 
-    def desk(context):
+    def setup(context):
         client, clients = place(context)
-        return Desk("fedavg", executor.trainer, executor.population.shard(client), client, clients)
+        return ClientSetup(
+            "fedavg", executor.trainer, executor.population.shard(client), client, clients
+        )
 
-    return app_of(desk)
+    return app_of(setup)
 
 
 def foreign():
@@ -99,7 +101,9 @@ def test_a_node_whose_question_was_lost_is_asked_again():
 class Slow(LocalGrid):
     """One node answers after so many seconds."""
 
-    node, seconds, asked = 7777, 0.0, 0.0
+    node = 7777
+    seconds = 0.0
+    asked = 0.0
 
     def push_messages(self, messages):
         self.asked = self.asked or max(
@@ -155,7 +159,8 @@ def test_nobody_goes_on_before_the_first_has_answered(monkeypatch):
     """All start together, so the first answer takes about as long as the others."""
     monkeypatch.setattr("fedbasin.deploy.clients._GRACE", 0.1)
     grid = Slow(telling(), 1)
-    grid.contexts, grid.seconds = {}, 0.5
+    grid.contexts = {}
+    grid.seconds = 0.5
     grid.add(0, 7777)
     assert list(Clients(Mailbox(grid, poll=0.05), patience=60.0).online()) == [0]
 
@@ -171,7 +176,7 @@ def test_an_answer_that_took_long_is_still_taken():
     assert len(clients.online()) == 6 and len(grid.sent) == 6
 
 
-def test_a_node_with_a_name_takes_its_seat_among_nameless_ones():
+def test_a_node_with_a_name_is_known_among_nameless_ones():
     grid = LocalGrid(foreign(), 3)
     clients = Clients(Mailbox(grid), patience=5.0)
     first = clients.wait(2)
@@ -202,7 +207,7 @@ def test_a_second_node_of_one_client_waits_until_the_first_is_gone(caplog):
     assert clients.online()[2] == 9999
 
 
-def test_clients_without_rows_have_a_seat_too():
+def test_clients_without_rows_are_known_too():
     federation = toy_federation(parse("fedwcm", "method"), rounds=1)
     population = federation.population
     ends = population.offsets.copy()
@@ -220,10 +225,10 @@ def test_a_look_at_many_nodes_is_quick():
     grid = LocalGrid(None, 0)
     grid.contexts = dict.fromkeys(range(8000))
     clients = Clients(Mailbox(grid), total=8000)
-    clients._seats = {node: Seat(node, 1) for node in range(8000)}
+    clients._identities = {node: NodeIdentity(node, 1) for node in range(8000)}
     began = time.perf_counter()
     assert len(clients.online()) == 8000
-    assert time.perf_counter() - began < 0.3  # seconds where a set is made for every seat
+    assert time.perf_counter() - began < 0.3  # seconds where a set is made for every node
 
 
 class Unready(LocalGrid):
@@ -243,11 +248,12 @@ def test_nodes_that_all_err_at_first_are_asked_again_before_they_are_numbered():
     assert sorted(clients.wait(6)) == list(range(6)) and not clients.anonymous
 
 
-def test_a_node_that_was_set_up_wrongly_and_is_mended_gets_its_seat():
+def test_a_node_that_was_set_up_wrongly_and_is_mended_is_known():
     grid = LocalGrid(telling(), 6)
     node = next(iter(grid.contexts))
     config = grid.contexts[node].node_config
-    right, config["num-partitions"] = config["num-partitions"], 99
+    right = config["num-partitions"]
+    config["num-partitions"] = 99
     clients = Clients(Mailbox(grid), patience=20.0, total=6)
     assert len(clients.online()) == 5
     config["num-partitions"] = right
@@ -268,14 +274,14 @@ def test_who_comes_first_does_not_decide_how_many_clients_there_are():
 def test_class_counts_add_up_to_the_rows():
     clients = Clients(Mailbox(LocalGrid(app(), 6)))
     facts = {"num-partitions": 6, "partition-id": 0, "num-examples": 7}
-    assert clients._seat(facts | {"class-counts": [3, 4]}).counts == (3, 4)
+    assert clients._identity(facts | {"class-counts": [3, 4]}).counts == (3, 4)
     with pytest.raises(Refused, match="class-counts add up to 8, num-examples is 7"):
-        clients._seat(facts | {"class-counts": [4, 4]})
+        clients._identity(facts | {"class-counts": [4, 4]})
 
 
 def test_rows_in_the_mean_are_of_the_clients_that_are_known():
     clients = Clients(Mailbox(LocalGrid(app(), 6)), total=6)
-    clients._seats = {10: Seat(0, 10), 11: Seat(1, 15)}
+    clients._identities = {10: NodeIdentity(0, 10), 11: NodeIdentity(1, 15)}
     assert clients.mean_examples() == 12.5
 
 
