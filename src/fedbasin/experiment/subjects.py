@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedbasin import data
 from fedbasin.analyze import AnalysisError, Data, Subject
+from fedbasin.core.expressions import parse
 from fedbasin.core.record import RunFolder, headline_of, read_object
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.core.state import read
@@ -41,6 +42,7 @@ def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None
         snapshots=Snapshots(folder.snapshots),
         load=lambda: _load(experiment, folder, data_dir),
         headline=headline_of(read_object(folder.summary) if folder.summary.exists() else {}),
+        task=parse(experiment.task, "task"),
     )
 
 
