@@ -339,7 +339,7 @@ def _compare(
     rows = [cells(row, headline) for row in summarise(runs, target)]
     table = Table(
         title=Text(f"{base.data.name}, {base.partition.how}, {base.rounds} rounds"),
-        caption=f"{headline.name}: mean of the last 10 rounds, ± standard deviation over seeds",
+        caption=f"{headline.words}: mean of the last 10 rounds, ± standard deviation over seeds",
     )
     table.add_column("method", overflow="fold", min_width=min(max(len(r[0]) for r in rows), 20))
     for column in (headline.title, headline.target_title(target), "seconds", "seeds"):
