@@ -118,6 +118,14 @@ def test_a_comparison_of_regressions_speaks_of_errors(tmp_path):
     assert "accuracy" not in page + said and "%" not in said
 
 
+def test_without_a_target_there_is_no_column_for_it(tmp_path):
+    """Accuracy has a usual target; an error has none."""
+    said = invoke("compare", "fedavg", "--seeds", 0, "--out", tmp_path, *NUMBERS)
+    page = plain((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "rounds to" not in (said + page).lower() and "not reached" not in said + page
+    assert re.search(r"fedavg │ 0\.\d{4} │ +\d+\.\d │ +1 │", said)
+
+
 def test_one_run_of_a_regression_ends_with_four_digits(tmp_path):
     said = invoke("run", "--out", tmp_path / "one", *NUMBERS[:-2])
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())

@@ -76,9 +76,10 @@ def draw_curves(
     axes.set_title(as_text(title))
     axes.grid(alpha=0.3)
     if axes.lines:
-        # The corner that curves leave free as they get better.
-        free = "lower right" if headline.higher_is_better else "upper right"
-        axes.legend(loc=free if measure == headline.name else "best", fontsize="small")
+        place: Literal["best", "lower right", "upper right"] = "best"
+        if measure == headline.name:  # the corner that curves leave free as they get better
+            place = "lower right" if headline.higher_is_better else "upper right"
+        axes.legend(loc=place, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)

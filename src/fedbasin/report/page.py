@@ -94,7 +94,7 @@ def render(runs: Sequence[Run], *, target: float | None, baseline: str) -> str:
         runs=runs,
         lines=lines,
         headline=headline,
-        target_title=headline.target_title(target),
+        target_title="" if target is None else headline.target_title(target),
         baseline=baseline,
         compared=sum(line.difference != "" for line in lines),
         pairs=pairs,
