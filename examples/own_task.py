@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch.nn.functional import softplus
 
-from fedbasin import DataConfig, Experiment, LocalConfig, PartitionConfig, SimConfig, run
+from fedbasin import DataConfig, Experiment, PartitionConfig, SimConfig, run
 from fedbasin.core.catalogue import entry
 from fedbasin.core.task import RowTask
 
@@ -47,11 +47,8 @@ def main(out="runs/own_task", rounds=20):
     """Train on scikit-learn's diabetes data."""
     data = DataConfig(name="diabetes")
     split = PartitionConfig(how="iid", clients=5)
-    local = LocalConfig(lr=0.05)
     sim = SimConfig(participation="fraction(rate=1)", metrics=("mae",))
-    experiment = Experiment(
-        task="log_cosh", rounds=rounds, data=data, partition=split, local=local, sim=sim
-    )
+    experiment = Experiment(task="log_cosh", rounds=rounds, data=data, partition=split, sim=sim)
     summary = run(experiment, out)
     print(f"close: {100 * summary['close_mean_last10']:.1f} %, rmse {summary['rmse_last']:.3f}")
     return summary
