@@ -82,6 +82,22 @@ def test_data_of_your_own_is_stored_and_learnt(tmp_path, monkeypatch):
     assert summary["dataset"] == "hf:me/stripes" and summary["accuracy_last"] > 0.6
 
 
+def test_a_task_and_a_metric_of_your_own_are_learnt(tmp_path):
+    """The loss is NumPy's log cosh, and the headline is the own metric."""
+    mine = load("own_task")
+    try:
+        gap = np.array([[-3.0], [0.25], [40.0]])
+        each = mine.LogCosh().each(torch.from_numpy(gap), torch.zeros(3, dtype=torch.float64))
+        np.testing.assert_allclose(each, np.log(np.cosh(gap[:, 0])), rtol=1e-12)
+        summary = mine.main(tmp_path / "r", rounds=15)
+    finally:
+        for name in ("log_cosh", "close"):
+            CATALOGUE.pop(name, None)
+    assert (summary["headline"], summary["headline_unit"]) == ("close", "%")
+    assert summary["higher_is_better"] and summary["close_last"] > 0.35
+    assert summary["rmse_last"] < 0.9 and 0 < summary["mae_last"] < summary["rmse_last"]
+
+
 def test_a_method_of_your_own_passes_the_laws_and_runs(tmp_path):
     mine = load("new_method")
     try:

@@ -287,7 +287,7 @@ def test_participation_is_compared_with_the_first_methods_runs(runs):
         for r in few
     ]
     chosen[2] = replace(chosen[2], records=tuple(low))
-    equal = panel(find("curves")(chosen, Options(target=0.1)), "participation that ends as high")
+    equal = panel(find("curves")(chosen, Options(target=0.1)), "participation that ends as well")
     assert equal.rows[0][:2] == ("fedlaw(epochs=5)", 6.0)
     without = find("curves")(subjects(runs, "fedavg", "fedlaw"))
     assert [p.title for p in without.panels][-1] == "learning curves"

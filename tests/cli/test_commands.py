@@ -15,6 +15,7 @@ from fedbasin.cli import app, main
 from fedbasin.cli.listing import card_text
 from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import parse
+from fedbasin.core.needs import NeedError, check_task
 from fedbasin.sim import Interrupted
 
 FAST = [
@@ -146,6 +147,37 @@ def test_a_rule_is_shown_with_an_expression_that_runs(card):
     assert card.summary in page.replace("\n", " ") and card.paper in page
     (use,) = re.findall(r"^use +(.*), and so", page, re.MULTILINE)
     assert parse(use).local == card.make()
+
+
+def test_tasks_and_metrics_are_listed_and_shown():
+    listing = " ".join(invoke("methods").output.split())
+    for card in (*cards("task"), *cards("metric")):
+        assert card.name in listing
+        page = card_text(card.name)
+        assert card.summary in page.replace("\n", " ")
+        (shown,) = json.loads(invoke("methods", card.name, "--json").output)
+        assert shown["name"] == card.name and shown["kind"] == card.kind
+    page = invoke("methods", "regression").output
+    assert re.search(r"^headline +rmse$", page, re.MULTILINE)
+    page = invoke("methods", "rmse").output
+    assert re.search(r"^better +lower$", page, re.MULTILINE)
+    assert re.search(r"^tasks +regression$", page, re.MULTILINE)
+    assert re.search(r"^better +higher, in %$", card_text("accuracy"), re.MULTILINE)
+    assert "task = \"tokens(vocabulary=..., headline='')\"" in card_text("tokens")
+
+
+@pytest.mark.parametrize("task", cards("task"), ids=lambda card: card.name)
+def test_what_a_task_s_card_calls_refused_is_what_is_refused(task):
+    (line,) = re.findall(r"^refused +(.*)$", card_text(task.name), re.MULTILINE)
+    chosen = parse("tokens(vocabulary=9)" if task.name == "tokens" else task.name, "task")
+    refused = []
+    for card in (*cards("method"), *cards("rule")):
+        try:
+            check_task(card.make(), chosen)
+        except NeedError:
+            refused.append(card.name)
+    assert line == (", ".join(refused) or "nothing")
+    assert ("scaffold" in refused) is False  # option = "steps" needs no losses of single rows
 
 
 def test_the_methods_page_is_up_to_date():

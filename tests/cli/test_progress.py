@@ -42,7 +42,7 @@ def watch(tmp_path):
     def watched(*looks):
         bar = display.bar(Console(file=io.StringIO()), TimeRemainingColumn())
         bar.get_time = lambda: clock[0]
-        task = bar.add_task("starting", total=20, accuracy="")
+        task = bar.add_task("starting", total=20, score="")
         steps = [lambda look=look: record(*look) for look in looks]
         display._watch(layout, bar, task, Ticks(*steps))
         return bar.tasks[task]
@@ -73,10 +73,10 @@ def test_a_log_is_told_now_and_then_how_far_the_runs_are(watch, monkeypatch, cap
 
 def test_rounds_without_an_end_are_told_too(capsys):
     bar = display.bar(Console(file=io.StringIO()))
-    task = bar.add_task("round", total=None, completed=3, accuracy="")
+    task = bar.add_task("round", total=None, completed=3, score="")
     assert display.tell_a_log(bar, task, told := time.monotonic()) == told
     assert display.tell_a_log(bar, task, told - 61) > told
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("3 rounds in ") and line.endswith("; round")
     shown = display.bar(Console(file=io.StringIO(), force_terminal=True))
-    assert display.tell_a_log(shown, shown.add_task("", accuracy=""), told - 61) == told - 61
+    assert display.tell_a_log(shown, shown.add_task("", score=""), told - 61) == told - 61

@@ -67,3 +67,66 @@ def test_a_folder_without_runs_is_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert "no summary.json" in capsys.readouterr().err
+
+
+NUMBERS = [
+    "--set", "data.name=diabetes", "--set", "task=regression", "--set", "partition.how=iid",
+    "--set", "partition.clients=4", "--set", "model=mlp(widths=(4,))", "--rounds", "5",
+    "--set", "sim.participation=fraction(rate=1)", "--jobs", "1",
+]  # fmt: skip
+
+
+def plain(page):
+    """Return the words of a page, without its scripts."""
+    body = re.sub(r"<(script|style).*?</\1>", "", page.partition("<body>")[2], flags=re.DOTALL)
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", body)))
+
+
+def test_a_comparison_of_regressions_speaks_of_errors(tmp_path):
+    """Names, digits and directions are those of rmse, worked out from the records again."""
+    said = invoke(
+        "compare", "fedavg", "fedavgm", "--seeds", "0,1,2", "--target", 0.85, "--out", tmp_path,
+        *NUMBERS,
+    )  # fmt: skip
+    curves = {}
+    for path in tmp_path.rglob("rounds.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        method, seed = path.parts[-3:-1]
+        curves[method, seed] = [line["rmse"] for line in lines]
+    means = {key: sum(values) / len(values) for key, values in curves.items()}
+    below = sum(
+        means["fedavgm", seed] < means["fedavg", seed] for seed in {key[1] for key in means}
+    )
+    first = [
+        next((i + 1 for i, value in enumerate(curves[key]) if value <= 0.85), None)
+        for key in curves
+        if key[0] == "fedavg"
+    ]
+    reached = [round for round in first if round is not None]
+    assert reached, "the target must be reached for this test to say something"
+    page = plain((tmp_path / "report.html").read_text(encoding="utf-8"))
+    own = [value for (method, _), value in means.items() if method == "fedavg"]
+    score = f"{sum(own) / 3:.4f} ± "
+    assert score in said and score in page
+    rounds = f"{sum(reached) / len(reached):.0f}"
+    assert re.search(rf"fedavg +│ {score}\S+ │ +{rounds}", said)
+    assert "rounds to rmse 0.85" in said and "rounds to rmse 0.85" in page
+    assert "rmse (lower is better): mean of the last 10 rounds" in said
+    assert "seeds below" in page and f" {below} of 3 " in page
+    assert "first round at or below it" in page and "task regression" in page
+    assert "Score: rmse (lower is better), mean of the last 10 rounds" in page
+    assert "accuracy" not in page + said and "%" not in said
+
+
+def test_without_a_target_there_is_no_column_for_it(tmp_path):
+    """Accuracy has a usual target; an error has none."""
+    said = invoke("compare", "fedavg", "--seeds", 0, "--out", tmp_path, *NUMBERS)
+    page = plain((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "rounds to" not in (said + page).lower() and "not reached" not in said + page
+    assert re.search(r"fedavg │ 0\.\d{4} │ +\d+\.\d │ +1 │", said)
+
+
+def test_one_run_of_a_regression_ends_with_four_digits(tmp_path):
+    said = invoke("run", "--out", tmp_path / "one", *NUMBERS[:-2])
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert f"rmse {summary['rmse_mean_last10']:.4f} (mean of the last 5 rounds)" in said

@@ -3,8 +3,8 @@ r"""What a learning curve says beyond its end: no tensors, records only.
 smoothed     Savitzky-Golay filter, length 10, order 2                  (Zhou et al., Figure 7)
 roughness    mean |a_{t+1} - a_t| between scored rounds                 (Caldarola et al., Fig. 1)
 drop         the largest change for the worse from one scored round to the next
-area         mean accuracy over the rounds, by the trapezium rule
-equivalent   the participation at which the reference method ends as high (WIMA, Figure 3)
+area         mean of the headline over the rounds, by the trapezium rule
+equivalent   the participation at which the reference method ends as well (WIMA, Figure 3)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CurveStatistics(NamedTuple):
     """One learning curve in numbers; None where it has none."""
 
     rounds: np.ndarray  # [T] the scored ones
-    accuracy: np.ndarray  # [T] or another headline metric
+    values: np.ndarray  # [T] the headline metric
     smoothed: np.ndarray  # [T]
     final: float | None  # mean of the last 10 rounds
     rounds_to_target: int | None
@@ -40,40 +40,46 @@ def smooth(values: np.ndarray, length: int = 11, order: int = 2) -> np.ndarray:
 
 
 def curve_statistics(
-    records: Sequence[RoundRecord], target: float, headline: Headline | None = None
+    records: Sequence[RoundRecord], target: float | None, headline: Headline | None = None
 ) -> CurveStatistics:
-    """Describe the learning curve of a run's records."""
+    """Describe the learning curve of a run's records; without a target none is reached."""
     headline = headline or Headline()
-    values = [(record.round, record.metric(headline.name)) for record in records]
-    scored = [(round, value) for round, value in values if value is not None]
+    every = [(record.round, record.metric(headline.name)) for record in records]
+    scored = [(round, value) for round, value in every if value is not None]
     rounds = np.array([round for round, _ in scored])
-    accuracy = np.array([value for _, value in scored], dtype=float)
-    steps = np.diff(accuracy)
+    values = np.array([value for _, value in scored], dtype=float)
+    steps = np.diff(values)
     falls = -steps if headline.higher_is_better else steps
     span = rounds[-1] - rounds[0] if len(rounds) > 1 else 0
     return CurveStatistics(
         rounds,
-        accuracy,
-        smooth(accuracy),
+        values,
+        smooth(values),
         mean_of_last(records, metric=headline.name),
-        rounds_to_target(records, target, headline=headline),
+        None if target is None else rounds_to_target(records, target, headline=headline),
         float(np.abs(steps).mean()) if len(steps) else None,
         float(max(0.0, falls.max())) if len(steps) else None,
-        float(np.trapezoid(accuracy, rounds) / span) if span else None,
+        float(np.trapezoid(values, rounds) / span) if span else None,
     )
 
 
 def participation_equivalent(
-    participation: Sequence[float], accuracy: Sequence[float], reached: float
+    participation: Sequence[float],
+    scores: Sequence[float],
+    reached: float,
+    *,
+    higher_is_better: bool = True,
 ) -> float | None:
-    """Return the participation at which a reference method reaches an accuracy.
+    """Return the participation at which a reference method reaches a score.
 
-    The reference's accuracies are joined by straight lines over its participation. None where
-    the accuracy lies above all of them; the lowest participation where it lies below the first.
+    The reference's scores are joined by straight lines over its participation. None where the
+    score is better than all of them; the lowest participation where it is worse than the first.
     """
+    sign = 1 if higher_is_better else -1
+    reached = sign * reached
     order = np.argsort(participation)
     clients = np.asarray(participation)[order]
-    height = np.asarray(accuracy)[order]
+    height = sign * np.asarray(scores)[order]
     if reached <= height[0]:
         return float(clients[0])
     for left in range(len(clients) - 1):

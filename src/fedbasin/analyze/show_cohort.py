@@ -64,6 +64,7 @@ def _cohort(snapshot: Snapshot) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "The loss of the averaged model in five factors",
     "Zhou et al. (IMA), Theorem 1 and Figures 2-3",
     uses=("rows", "draws"),
+    needs=("classes",),
 )
 def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Take the squared error of each kept round apart; draws are runs, or late rounds of one."""
@@ -140,6 +141,7 @@ def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]
     "Error against the number of averaged client models, of their ensemble, and Lemma 1's gap",
     "Zhou et al. (IMA), Figure 4 and Lemma 1",
     uses=("count", "rows"),
+    needs=("classes",),
 )
 def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Average random subsets of the last kept cohort of each run."""
@@ -179,6 +181,7 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
     "How alike the outputs of client models are",
     "Zhou et al. (IMA), Figure 4",
     uses=("rows",),
+    needs=("classes",),
 )
 def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the mean linear CKA of client models over rounds, and the last matrix."""
@@ -286,14 +289,16 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
             if weighed.shape == share.shape:  # fedcda(merge=fedlaw) weighs other clients too
                 share = weighed
             coherences.append(gradient_coherence(start, models, share))
-            overlap.append(heterogeneity_coherence(subject.data.counts, clients, share))
+            if "class_labels" in subject.task.provides:
+                overlap.append(heterogeneity_coherence(subject.data.counts, clients, share))
             grouped.append(group_coherence(coherences[-1].pairs, clients.tolist(), options.groups))
             rounds.append(snapshot.round)
         x = numbers(rounds)
         cohort.append(Line(name, x, tuple(one.cohort for one in coherences)))
         mean.append(Line(name, x, tuple(one.mean for one in coherences)))
-        mixes.append(Line(f"{name}, 1 - TV", x, tuple(one.one_minus_tv for one in overlap)))
-        mixes.append(Line(f"{name}, cosine", x, tuple(one.cosine for one in overlap)))
+        if overlap:
+            mixes.append(Line(f"{name}, 1 - TV", x, tuple(one.one_minus_tv for one in overlap)))
+            mixes.append(Line(f"{name}, cosine", x, tuple(one.cosine for one in overlap)))
         for a, b in grouped[-1]:
             where = f"{name}, group {a + 1}" + ("" if a == b else f" with {b + 1}")
             groups.append(Line(where, x, tuple(one[a, b] for one in grouped)))
@@ -307,7 +312,7 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
         Lines("coherence of the cohort", "round", "c_cohort", tuple(cohort), tuple(marks)),
         Lines("mean of pairs", "round", "mean cos(g_i, g_j)", tuple(mean)),
         *([Lines("groups", "round", "mean cos(g_i, g_j)", tuple(groups))] if groups else []),
-        Lines("heterogeneity coherence", "round", "similarity", tuple(mixes)),
+        *([Lines("heterogeneity coherence", "round", "similarity", tuple(mixes))] if mixes else []),
         Grid(
             title, "client of the cohort", "client", "cos", size, size, table(coherences[-1].pairs)
         ),
@@ -320,6 +325,7 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
     "pearson",
     "Learnt weights against size and balance of clients",
     "Li et al. (FedLAW), Table 11",
+    needs=("class_labels",),
 )
 def show_pearson(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Correlate each run's accumulated weights, and those of all runs together."""

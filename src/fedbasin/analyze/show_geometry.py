@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fedbasin.analyze.hessian import hessian_product, slice_along, top_eigenvalues
-from fedbasin.analyze.landscape import line, plane
-from fedbasin.analyze.shrinking import rescale
+from fedbasin.analyze.landscape import Plane, Slice, line, plane
+from fedbasin.analyze.shrinking import Rescaled, rescale
 from fedbasin.analyze.simplex import weight_plane
 from fedbasin.analyze.subject import (
     AnalysisError,
@@ -25,6 +26,7 @@ from fedbasin.analyze.subject import (
     rows_note,
     table,
 )
+from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.figure_data import Grid, Line, Lines, Mark
 from fedbasin.core.rng import root
 from fedbasin.core.snapshot import Snapshot
@@ -36,6 +38,7 @@ from fedbasin.core.vectors import shares
     "Loss and error between two models",
     "Zhou et al. (IMA), Figures 5 and 7c",
     uses=("models", "points", "margin", "rows"),
+    needs=("row_losses",),
 )
 def show_line(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the line through two models."""
@@ -52,9 +55,17 @@ def show_line(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fo
     x = numbers(found.position)
     panels = [
         Lines(title, place, title, (Line(title, x, numbers(values)),))
-        for title, values in (("test loss", found.loss), ("test error", found.error))
+        for title, values in _measures(evaluator, found)
     ]
     return Found(panels, [rows_note(evaluator, first.data.test)])
+
+
+def _measures(evaluator: Evaluator, found: Slice | Plane | Rescaled) -> list[tuple[str, Tensor]]:
+    """Name what was measured: the loss, and the error where the task has one beside its loss."""
+    measures = [("test loss", found.loss)]
+    if evaluator.error_name != "loss":
+        measures.append((f"test {evaluator.error_name}", found.error))
+    return measures
 
 
 def _ends(subjects: Sequence[Subject]) -> tuple[str, ...]:
@@ -76,6 +87,7 @@ def _ends(subjects: Sequence[Subject]) -> tuple[str, ...]:
     "Loss and error on the plane through three models",
     "Zhou et al. (IMA), Figures 1 and 8-10",
     uses=("models", "points", "margin", "rows"),
+    needs=("row_losses",),
 )
 def show_plane(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the plane through the first three models; others are projected and marked."""
@@ -96,7 +108,7 @@ def show_plane(subjects: Sequence[Subject], options: Options, watch: Watch) -> F
     y = numbers(surface.y)
     panels = [
         Grid(title, *axes, title, x, y, table(values), marks)
-        for title, values in (("test loss", surface.loss), ("test error", surface.error))
+        for title, values in _measures(evaluator, surface)
     ]
     row, column = divmod(int(surface.loss.argmin()), options.points)
     least = f"{float(surface.loss.min()):.4g} at ({x[column]:.3g}, {y[row]:.3g})"
@@ -135,29 +147,28 @@ def _three(subject: Subject) -> tuple[str, ...]:
     "Loss of a rescaled model",
     "Li et al. (FedLAW), Figure 4 left",
     uses=("points", "rows"),
+    needs=("row_losses",),
 )
 def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the loss of gamma w for gamma from 0.9 to 1.1."""
     gammas = torch.linspace(0.9, 1.1, options.points)
     tick = watch("rescaling", len(gammas) * len(subjects))
-    curves = []
+    lines: dict[str, list[Line]] = {}
     notes = []
+    x = numbers(gammas)
     for subject in subjects:
         model = subject.last_model()
         evaluator = ground_for(subject.data.test, subject, options, model.buffers, 2000)
         curve = rescale(evaluator, model.vector, gammas, tick)
-        curves.append((label(subject, subjects), curve))
+        for title, values in _measures(evaluator, curve):
+            one = Line(label(subject, subjects), x, numbers(values))
+            lines.setdefault(title, []).append(one)
         notes.append(f"{subject.name}: {model.name}, {rows_note(evaluator, subject.data.test)}")
-    x = numbers(gammas)
-    loss = tuple(Line(name, x, numbers(curve.loss)) for name, curve in curves)
-    error = tuple(Line(name, x, numbers(curve.error)) for name, curve in curves)
-    return Found(
-        [
-            Lines("test loss", "gamma", "test loss of gamma w", loss),
-            Lines("test error", "gamma", "test error of gamma w", error),
-        ],
-        notes,
-    )
+    panels = [
+        Lines(title, "gamma", f"{title} of gamma w", tuple(curves))
+        for title, curves in lines.items()
+    ]
+    return Found(panels, notes)
 
 
 @analysis(
@@ -165,6 +176,7 @@ def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) 
     "Curvature: the largest eigenvalues of the training loss's Hessian",
     "Li et al. (FedLAW), Figures 4 right and 10",
     uses=("count", "points", "rows"),
+    needs=("row_losses",),
 )
 def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw top eigenvalues over rounds and the slice along the last model's sharpest direction."""
@@ -213,6 +225,7 @@ def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) ->
     "Loss over all weights of three clients, and the optimum's path",
     "Li et al. (FedLAW), Figure 12",
     uses=("models", "points", "rows"),
+    needs=("row_losses",),
 )
 def show_weights(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the triangle of three clients' weights at the last kept round."""

@@ -102,6 +102,7 @@ def _spread_of(ratios: dict[str, Tensor]) -> tuple[Line, ...]:
     "Neuron concentration (two reconstructions)",
     "Li et al. (FedWCM), Figures 3-7",
     uses=("rows",),
+    needs=("class_labels",),
 )
 def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw both definitions over rounds, and every layer of each run."""
@@ -146,6 +147,7 @@ def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) ->
     "Accuracy by class, and of head, middle and tail classes",
     "for Li et al. (FedWCM)",
     uses=("rows",),
+    needs=("class_labels",),
 )
 def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the last accuracy of each class, and the thirds over the kept rounds."""
@@ -161,7 +163,7 @@ def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) ->
         accuracies = []
         for model in subject.models():
             evaluator = ground_for(subject.data.test, subject, options, model.buffers, 0)
-            answers = evaluator.outputs(model.vector[None])[0].argmax(1)
+            answers = evaluator.task.answers(evaluator.outputs(model.vector[None])[0])
             accuracies.append(accuracy_by_class(answers, evaluator.labels, counts))
             rounds.append(model.round)
             tick(1)
@@ -189,6 +191,7 @@ def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) ->
     "Minority collapse: how classifier rows and features are placed",
     "for Li et al. (FedWCM); neural collapse NC1-NC3",
     uses=("rows",),
+    needs=("classes",),
 )
 def show_collapse(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw cosines of classifier rows and features over the kept rounds."""
@@ -248,23 +251,26 @@ def _features(evaluator: Evaluator, vector: Tensor) -> Tensor:
 
 @analysis(
     "curves",
-    "Learning curves in numbers, and participation that ends as high",
+    "Learning curves in numbers, and participation that ends as well",
     "Zhou et al. (IMA), Figure 7 and Table 2; Caldarola et al. (WIMA), Figures 1 and 3",
     uses=("target",),
 )
 def show_curves(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Describe learning curves; the first run's method is the reference for participation."""
     headline = subjects[0].headline
-    statistics = [curve_statistics(s.records, options.target, s.headline) for s in subjects]
+    target = headline.usual_target if options.target is None else options.target
+    statistics = [curve_statistics(s.records, target, s.headline) for s in subjects]
     raw = []
     smoothed = []
     rows: list[tuple[Cell, ...]] = []
     for subject, one in zip(subjects, statistics, strict=True):
         name = label(subject, subjects)
-        raw.append(Line(name, numbers(one.rounds), numbers(one.accuracy)))
+        raw.append(Line(name, numbers(one.rounds), numbers(one.values)))
         smoothed.append(Line(name, numbers(one.rounds), numbers(one.smoothed)))
         rows.append((name, one.final, one.rounds_to_target, one.roughness, one.drop, one.area))
-    columns = ("run", "final", f"rounds to {options.target:g}", "roughness", "largest drop", "area")
+    reached = "rounds to target" if target is None else f"rounds to {target:g}"
+    worst = "largest drop" if headline.higher_is_better else "largest rise"
+    columns = ("run", "final", reached, "roughness", worst, "area")
     panels: list[Panel] = [
         Lines(f"test {headline.name}", "round", headline.name, tuple(raw)),
         Lines("smoothed (Savitzky-Golay, 11, 2)", "round", headline.name, tuple(smoothed)),
@@ -274,7 +280,7 @@ def show_curves(subjects: Sequence[Subject], options: Options, watch: Watch) -> 
     if equal:
         needs = f"{subjects[0].method} needs"
         heads = ("method", "clients a round", "final", needs, "ratio")
-        panels.append(Table("participation that ends as high", heads, tuple(equal)))
+        panels.append(Table("participation that ends as well", heads, tuple(equal)))
     return Found(panels, ["final: mean of the last 10 rounds"])
 
 
@@ -294,7 +300,12 @@ def _participation(
     rows: list[tuple[Cell, ...]] = []
     for (method, clients), end in means.items():
         if method != subjects[0].method:
-            needs = participation_equivalent([*reference], [*reference.values()], end)
+            needs = participation_equivalent(
+                [*reference],
+                [*reference.values()],
+                end,
+                higher_is_better=subjects[0].headline.higher_is_better,
+            )
             more: Cell = f"more than {max(reference):g}" if needs is None else needs
             rows.append((method, clients, end, more, None if needs is None else needs / clients))
     return rows

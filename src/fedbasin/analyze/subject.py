@@ -16,14 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbasin.core.catalogue import cards
 from fedbasin.core.evaluator import Evaluator, Tick, no_tick
 from fedbasin.core.figure_data import Analysis, Numbers, Panel
 from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.snapshot import Snapshot, Snapshots
 from fedbasin.core.suggest import nearest
+from fedbasin.core.task import CLASSIFICATION, Provided, Task
 from fedbasin.core.vectors import shares, weighted_mean
 
+# What an analysis may need of a task, in words.
+_NEEDS: dict[Provided, str] = {
+    "classes": "class probabilities",
+    "class_labels": "rows that belong to classes",
+    "row_losses": "a loss that adds up over rows",
+}
 Watch = Callable[[str, int], Tick]  # (what, how many) -> where progress goes
 _REFERENCE = re.compile(
     r"(?:(\d+)/)?(score|send|start|mean|client(\d+)):(\d+|last)|(?:(\d+)/)?final"
@@ -68,6 +76,7 @@ class Subject:
         snapshots: the models it kept.
         headline: the metric that it is judged by.
         load: builds what models are measured on; called only where that is needed.
+        task: what its models predict.
     """
 
     name: str
@@ -77,6 +86,7 @@ class Subject:
     snapshots: Snapshots
     load: Callable[[], Data] = field(repr=False)
     headline: Headline = field(default_factory=Headline)
+    task: Task = CLASSIFICATION
 
     @cached_property
     def data(self) -> Data:
@@ -152,7 +162,7 @@ class Options:
         rows: how many rows to measure on; 0 is all, None the analysis's own choice.
         count: eigenvalues (hessian), or subsets of each size (averaging).
         draws: late rounds that stand for draws of a client's model, with one run.
-        target: accuracy for rounds to target.
+        target: value of the headline for rounds to target; None is 0.8 for accuracy.
         groups: groups of client ids.
     """
 
@@ -162,7 +172,7 @@ class Options:
     rows: int | None = None
     count: int = 5
     draws: int = 1
-    target: float = 0.8
+    target: float | None = None
     groups: tuple[frozenset[int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -184,13 +194,23 @@ Make = Callable[[Sequence[Subject], Options, Watch], Found]
 
 @dataclass(frozen=True)
 class Entry:
-    """An analysis of the catalogue."""
+    """An analysis of the catalogue.
+
+    Args:
+        name: the word that ``fedbasin analyze`` knows it by.
+        title: what it shows.
+        source: the paper and figure that it is from.
+        uses: the options that it takes.
+        make: the function.
+        needs: what the task of a run must provide.
+    """
 
     name: str
     title: str
     source: str
     uses: tuple[str, ...]
     make: Make
+    needs: frozenset[Provided] = frozenset()
 
     def __call__(
         self,
@@ -198,25 +218,57 @@ class Entry:
         options: Options | None = None,
         watch: Watch = lambda what, total: no_tick,
     ) -> Analysis:
-        """Make the analysis of some runs."""
+        """Make the analysis of some runs; a run of a task that it is not for is an error."""
+        for subject in subjects:
+            self._check_task(subject)
         panels, notes = self.make(subjects, options or Options(), watch)
         runs = tuple(subject.name for subject in subjects)
         return Analysis(self.name, self.title, self.source, runs, tuple(panels), tuple(notes))
+
+    def fits(self, task: Task | type[Task]) -> bool:
+        """Whether it can be made of runs of a task."""
+        return self.needs <= task.provides
+
+    def _check_task(self, subject: Subject) -> None:
+        if self.fits(subject.task):
+            return
+        missing = [words for need, words in _NEEDS.items() if need in self.needs]
+        task = type(subject.task).__name__.lower()
+        others = ", ".join(entry.name for entry in CATALOGUE.values() if entry.fits(subject.task))
+        raise AnalysisError(
+            f"{self.name} needs {' and '.join(missing)}, and {subject.name} is a run of the task "
+            f"{task}; analyses for it: {others}"
+        )
 
 
 CATALOGUE: dict[str, Entry] = {}
 
 
 def analysis(
-    name: str, title: str, source: str, uses: Sequence[str] = ()
+    name: str,
+    title: str,
+    source: str,
+    uses: Sequence[str] = (),
+    needs: Sequence[Provided] = (),
 ) -> Callable[[Make], Make]:
     """Enter a function in the catalogue."""
 
     def enter(make: Make) -> Make:
-        CATALOGUE[name] = Entry(name, title, source, tuple(uses), make)
+        CATALOGUE[name] = Entry(name, title, source, tuple(uses), make, frozenset(needs))
         return make
 
     return enter
+
+
+def tasks_for(entry: Entry) -> str:
+    """Name the tasks whose runs an analysis can be made of."""
+    fitting = [card.name for card in cards("task") if entry.fits(card.make)]  # type: ignore[arg-type]
+    others = [card.name for card in cards("task") if card.name not in fitting]
+    if not others:
+        return "all"
+    if len(others) < len(fitting):
+        return f"all but {', '.join(others)}"
+    return ", ".join(fitting)
 
 
 def find(name: str) -> Entry:

@@ -39,7 +39,9 @@ def analyze(
     draws: Annotated[
         int | None, typer.Option(help="Late rounds taken as draws of a client's model.")
     ] = None,
-    target: Annotated[float | None, typer.Option(help="Accuracy for rounds to target.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Value of the headline metric for rounds to target.")
+    ] = None,
     groups: Annotated[
         str | None, typer.Option(help="Groups of clients, as in 0-9,10-19 or 0+3+5,1-2.")
     ] = None,
@@ -144,12 +146,14 @@ def _checked_tag(tag: str) -> str:
 
 
 def _listing(entries: Sequence[Entry] | Any) -> Table:
+    from fedbasin.analyze.subject import tasks_for
+
     table = Table(title="fedbasin analyze NAME RUN...; docs/analyses.md has the formulas")
-    for column in ("name", "what it shows", "after", "options"):
+    for column in ("name", "what it shows", "after", "tasks", "options"):
         table.add_column(column, no_wrap=column == "name")
     for entry in entries:
         options = " ".join(f"--{use}" for use in entry.uses) or "-"
-        table.add_row(entry.name, entry.title, entry.source, options)
+        table.add_row(entry.name, entry.title, entry.source, tasks_for(entry), options)
     return table
 
 

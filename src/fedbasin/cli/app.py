@@ -282,11 +282,14 @@ def demo(
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One method, to see all about it.")] = None,
+    name: Annotated[str | None, typer.Argument(help="One of them, to see all about it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     markdown: Annotated[bool, typer.Option(help="The table of docs/methods.md.")] = False,
 ) -> None:
-    """List the methods, or show one, a rule, an optimiser or a schedule with its arguments."""
+    """List the methods, or show one with its arguments.
+
+    Rules, optimisers, schedules, tasks and metrics are listed below the table and shown alike.
+    """
     import fedbasin.experiment  # noqa: F401
     from fedbasin.cli.listing import card_text, cards_json, cards_markdown, cards_table
 
@@ -344,13 +347,17 @@ def _compare(
     runs = read_runs([cell.path for cell in layout])
     headline = headline_of_runs(runs)
     target = headline.usual_target if target is None else target
-    rows = [cells(row, headline) for row in summarise(runs, target)]
+    rows: list[tuple[str, ...]] = [cells(row, headline) for row in summarise(runs, target)]
     table = Table(
         title=Text(f"{base.data.name}, {base.partition.how}, {base.rounds} rounds"),
-        caption=f"{headline.name}: mean of the last 10 rounds, ± standard deviation over seeds",
+        caption=f"{headline.words}: mean of the last 10 rounds, ± standard deviation over seeds",
     )
     table.add_column("method", overflow="fold", min_width=min(max(len(r[0]) for r in rows), 20))
-    for column in (headline.title, headline.target_title(target), "seconds", "seeds"):
+    columns = [headline.title, headline.target_title(target), "seconds", "seeds"]
+    if target is None:
+        columns.remove(headline.target_title(target))
+        rows = [(method, score, *others) for method, score, _, *others in rows]
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))

@@ -132,17 +132,17 @@ def _run(
     deadline = time.monotonic() + timeout
     before = run.summary.stat().st_mtime_ns if run.summary.exists() else 0
     process = federation.run(folder, settings)
-    accuracy = TextColumn("{task.fields[accuracy]}")
+    score = TextColumn("{task.fields[score]}")
     told = time.monotonic()
-    with bar(console, TimeRemainingColumn(), accuracy) as progress:
+    with bar(console, TimeRemainingColumn(), score) as progress:
         total = settings.get("rounds", _rounds(folder))
-        task = progress.add_task("waiting for the nodes", total=total, accuracy="")
+        task = progress.add_task("waiting for the nodes", total=total, score="")
         while process.poll() is None:
             if time.monotonic() > deadline:
                 raise FederationError(f"the run took longer than --timeout {timeout:g} s")
             records = run.read_rounds()
             if records:
-                progress.update(task, accuracy=latest_score(records[-1]))
+                progress.update(task, score=latest_score(records[-1]))
                 progress.update(task, description="round", completed=len(records))
             told = tell_a_log(progress, task, told)
             time.sleep(0.5)

@@ -9,10 +9,12 @@ import sys
 
 from rich.table import Table
 
-from fedbasin.core.catalogue import Card, Kind, cards
+from fedbasin.core.catalogue import Card, Kind, cards, needs_of
 from fedbasin.core.expressions import parse, text, title
+from fedbasin.core.needs import missing_of
 
-_BESIDE: tuple[Kind, ...] = ("rule", "optimiser", "schedule")  # what is listed beside methods
+# What is listed beside methods.
+_BESIDE: tuple[Kind, ...] = ("rule", "optimiser", "schedule", "task", "metric")
 
 
 def cards_table() -> Table:
@@ -27,7 +29,9 @@ def cards_table() -> Table:
     table.caption = (
         f"rules for clients, with local= in any of them: {named['rule']}\n"
         f"optimisers of clients, local.optimiser: {named['optimiser']}\n"
-        f"schedules, local.schedule: {named['schedule']}"
+        f"schedules, local.schedule: {named['schedule']}\n"
+        f"tasks, task: {named['task']}\n"
+        f"metrics, sim.metrics: {named['metric']}"
     )
     return table
 
@@ -35,12 +39,11 @@ def cards_table() -> Table:
 def card_text(name: str) -> str:
     """Return one method with its arguments, its file's equations and its cost.
 
-    A rule, an optimiser or a schedule is shown with its arguments and how it is used.
+    What is listed beside methods is shown with its arguments and how it is used.
     """
-    beside = [card for kind in _BESIDE for card in cards(kind) if card.name == name]
-    if beside:
-        return _beside_text(beside[0])
     card = _find(name)
+    if card.kind != "method":
+        return _beside_text(card)
     module = inspect.getdoc(sys.modules[card.make.__module__]) or ""
     arguments = "\n".join(f"    {line}" for line in _arguments(card)) or "    none"
     return "\n".join(
@@ -60,7 +63,9 @@ def card_text(name: str) -> str:
 
 
 def _beside_text(card: Card) -> str:
-    arguments = ", ".join(f"{p.name}={text(p.default)}" for p in card.parameters)
+    arguments = ", ".join(
+        f"{p.name}=..." if p.required else f"{p.name}={text(p.default)}" for p in card.parameters
+    )
     call = f"{card.name}({arguments})" if arguments else card.name
     what, use = {
         "rule": ("a rule for clients", f"fedavg(local={call}), and so with every method"),
@@ -69,9 +74,44 @@ def _beside_text(card: Card) -> str:
             f'local.optimiser = "{call}", most often with local.lr = {_usual_lr(card):g}',
         ),
         "schedule": ("a schedule of the learning rate", f'local.schedule = "{call}"'),
+        "task": ("a task", f'task = "{call}"'),
+        "metric": ("a metric", f'sim.metrics = ["{call}"], beside those of the task'),
     }[card.kind]
     lines = [f"{card.name}, {what}: {inspect.getdoc(card.make)}", "", f"use        {use}"]
+    lines += [f"{name:<10} {value}" for name, value in _facts(card).items()]
     return "\n".join([*lines, f"paper      {card.paper}  {card.url}"] if card.paper else lines)
+
+
+def _facts(card: Card) -> dict[str, str]:
+    """Return what a reader wants to know about a task or a metric; nothing about other things."""
+    if card.kind == "task":
+        metrics: tuple[str, ...] = getattr(card.make, "usual_metrics", ())
+        refused = [c.name for kind in ("method", "rule") for c in cards(kind) if _lacks(c, card)]
+        return {
+            "headline": metrics[0],
+            "metrics": ", ".join(metrics),
+            "refused": ", ".join(refused) or "nothing",
+        }
+    if card.kind == "metric":
+        fits: frozenset[str] = getattr(card.make, "fits", frozenset())
+        kinds = {c.name: getattr(c.make, "kind", "") for c in cards("task")}
+        fitting = [name for name, kind in kinds.items() if not fits or kind in fits]
+        return {"better": _better(card), "tasks": ", ".join(fitting)}
+    return {}
+
+
+def _better(card: Card) -> str:
+    """Return the direction of a metric, with its unit where it has one."""
+    better = "higher" if getattr(card.make, "higher_is_better", True) else "lower"
+    unit = getattr(card.make, "unit", "")
+    return f"{better}, in {unit}" if unit else better
+
+
+def _lacks(card: Card, task: Card) -> bool:
+    """Return whether a method or rule, at its defaults, needs what a task does not provide."""
+    whole = not any(p.required for p in card.parameters)
+    needs = needs_of(card.make()) if whole else set(card.needs)
+    return bool(missing_of(needs, getattr(task.make, "provides", frozenset())))
 
 
 def _usual_lr(card: Card) -> float:
@@ -100,6 +140,10 @@ def cards_markdown() -> str:
     lines += [f"- `{card.name}`: {card.summary}" for card in cards("optimiser")]
     lines += ["", "Schedules, `local.schedule`:", ""]
     lines += [f"- `{card.name}`: {card.summary}" for card in cards("schedule")]
+    lines += ["", "Tasks, `task` ([tasks](tasks.md)):", ""]
+    lines += [f"- `{card.name}`: {card.summary}" for card in cards("task")]
+    lines += ["", "Metrics, `sim.metrics` (what is better, and the unit):", ""]
+    lines += [f"- `{card.name}` ({_better(card)}): {card.summary}" for card in cards("metric")]
     return "\n".join(lines) + "\n"
 
 
@@ -112,12 +156,15 @@ def _neutral(card: Card) -> str:
 
 
 def cards_json(name: str | None) -> str:
-    """Return the methods, or one of them, as JSON."""
+    """Return the methods, or one thing of the catalogue, as JSON."""
     chosen = [_find(name)] if name else cards("method")
     return json.dumps([_plain(card) for card in chosen], indent=2)
 
 
 def _find(name: str) -> Card:
+    beside = {card.name: card for kind in _BESIDE for card in cards(kind)}
+    if name in beside:
+        return beside[name]
     known = {c.name: c for c in cards("method")}
     if name not in known:
         parse(name, "method")  # says which names are near; imports what a dotted one needs
@@ -134,6 +181,7 @@ def _arguments(card: Card) -> list[str]:
 def _plain(card: Card) -> dict[str, object]:
     return {
         "name": card.name,
+        "kind": card.kind,
         "summary": card.summary,
         "paper": card.paper,
         "url": card.url,
@@ -144,4 +192,5 @@ def _plain(card: Card) -> dict[str, object]:
         else dict(card.is_fedavg_when),
         "models_down": card.down,
         "models_up": card.up,
+        **_facts(card),
     }

@@ -89,10 +89,10 @@ def run_with_progress(
         # Small steps gain nothing from more threads, and lose much if other work shares the cores.
         torch.set_num_threads(1)
     total = rounds or sum(cell.experiment.rounds for cell in layout)
-    accuracy = TextColumn("{task.fields[accuracy]}")
+    score = TextColumn("{task.fields[score]}")
     stopped = f"stopped; what has been run is kept. Go on with {again}" if again else ""
-    with bar(console, TimeRemainingColumn(), accuracy) as progress, _last_words(stopped, console):
-        task = progress.add_task("starting", total=total, accuracy="")
+    with bar(console, TimeRemainingColumn(), score) as progress, _last_words(stopped, console):
+        task = progress.add_task("starting", total=total, score="")
         finished = threading.Event()
         watcher = threading.Thread(target=_watch, args=(layout, progress, task, finished))
         watcher.start()
@@ -157,7 +157,7 @@ def _show(cell: Cell, latest: RoundRecord, done: int, progress: Progress, task: 
         task,
         completed=done,
         description=escape(f"{cell.experiment.method} seed {cell.experiment.seed}"),
-        accuracy=latest_score(latest),
+        score=latest_score(latest),
     )
 
 
@@ -172,7 +172,7 @@ def tell_a_log(progress: Progress, task: TaskID, told: float) -> float:
     )
     of = "" if now.total is None else f" of {now.total:g}"
     ahead = "" if left is None else f", {left} left"
-    latest = f"{now.description} {now.fields['accuracy'].strip()}".strip()
+    latest = f"{now.description} {now.fields['score'].strip()}".strip()
     line = f"{now.completed:g}{of} rounds in {gone}{ahead}; {latest}"
     Console(stderr=True).print(line, soft_wrap=True, highlight=False)
     return time.monotonic()

@@ -46,7 +46,7 @@ class Measured(NamedTuple):
     """How good M models are; float64, on the host."""
 
     loss: Tensor  # [M] mean loss
-    error: Tensor  # [M] share of wrong answers, or the mean absolute error of numbers
+    error: Tensor  # [M] share of wrong answers, mean absolute error of numbers, else the loss
 
 
 class Landscape(Protocol):
@@ -344,6 +344,12 @@ class Evaluator:
                 "this analysis needs"
             )
         return self.task
+
+    @property
+    def error_name(self) -> str:
+        """What the error of `measure` is: error, mae, or loss where the task has no other."""
+        metric = self._error_metric()
+        return "error" if metric.higher_is_better else metric.name
 
     def _error_metric(self) -> RowMetric:
         """Return what stands for the error; the loss where the task is of the user's own."""

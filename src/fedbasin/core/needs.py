@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fedbasin.core.catalogue import needs_of
-from fedbasin.core.task import Task
+from fedbasin.core.task import Provided, Task
 
 
 class NeedError(ValueError):
@@ -48,13 +48,17 @@ _OF_TASKS = {
 _GIVEN_BY = {"class_counts": "class_labels"}  # the same thing on the side of the task
 
 
+def missing_of(needs: Iterable[str], provided: frozenset[Provided]) -> list[str]:
+    """Return the needs that are a task's to meet and are not among what it provides."""
+    of_tasks = sorted(set(needs) & _OF_TASKS.keys())
+    return [need for need in of_tasks if _GIVEN_BY.get(need, need) not in provided]
+
+
 def check_task(things: object | Iterable[object], task: Task) -> None:
     """Refuse a method, or rules, that need what the task does not provide."""
     several = things if isinstance(things, tuple | list) else (things,)
     for thing in several:
-        for need in sorted(needs_of(thing) & _OF_TASKS.keys()):
-            if _GIVEN_BY.get(need, need) in task.provides:
-                continue
+        for need in missing_of(needs_of(thing), task.provides):
             why = _OF_TASKS[need]
             name = type(task).__name__.lower()
             raise NeedError(f"{thing} {why.lacks.format(task=name)}; {why.instead}")

@@ -56,9 +56,20 @@ class Headline(NamedTuple):
         words = self.name.replace("_", " ")
         return f"{words} ({self.unit})" if self.unit else words
 
-    def shown(self, value: float | None, digits: int = 2) -> str:
+    @property
+    def digits(self) -> int:
+        """How many decimal places a value is written with."""
+        return 2 if self.unit == "%" else 4
+
+    @property
+    def words(self) -> str:
+        """The name as a text writes it, with the direction where less is better."""
+        words = self.name.replace("_", " ")
+        return words if self.higher_is_better else f"{words} (lower is better)"
+
+    def shown(self, value: float | None) -> str:
         """Write a value in the unit; a dash where there is none."""
-        return "-" if value is None else f"{self.scale * value:.{digits}f}"
+        return "-" if value is None else f"{self.scale * value:.{self.digits}f}"
 
     @property
     def usual_target(self) -> float | None:

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from fedbasin import data
 from fedbasin.analyze import AnalysisError, Data, Subject
-from fedbasin.core.record import RunFolder, headline_of, read_object
+from fedbasin.core.expressions import parse
+from fedbasin.core.metric import metrics_of
+from fedbasin.core.record import Headline, RunFolder, headline_of, read_object
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.core.state import read
+from fedbasin.core.task import Task
 from fedbasin.experiment.assemble import build
 from fedbasin.experiment.config import Experiment, from_mapping, read_config
 
@@ -33,6 +36,8 @@ def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None
     if device is not None:
         settings["sim"] = settings.get("sim", {}) | {"device": device}
     experiment = from_mapping(settings)
+    task: Task = parse(experiment.task, "task")
+    ended = folder.summary.exists()
     return Subject(
         name=str(path),
         method=experiment.method,
@@ -40,8 +45,14 @@ def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None
         records=tuple(folder.read_rounds()),
         snapshots=Snapshots(folder.snapshots),
         load=lambda: _load(experiment, folder, data_dir),
-        headline=headline_of(read_object(folder.summary) if folder.summary.exists() else {}),
+        headline=headline_of(read_object(folder.summary)) if ended else _headline(task),
+        task=task,
     )
+
+
+def _headline(task: Task) -> Headline:
+    """Return the headline of a run that has no summary yet."""
+    return metrics_of(task)[0].headline
 
 
 def _load(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Data:

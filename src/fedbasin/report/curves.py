@@ -58,6 +58,7 @@ def draw_curves(
         scale = headline.scale
         y_label = f"test {headline.name.replace('_', ' ')}"
         y_label += f", {headline.unit}" if headline.unit else ""
+        y_label += "" if headline.higher_is_better else " (lower is better)"
     else:
         scale = 1.0
         y_label = f"test {measure.replace('_', ' ')}"
@@ -75,7 +76,10 @@ def draw_curves(
     axes.set_title(as_text(title))
     axes.grid(alpha=0.3)
     if axes.lines:
-        axes.legend(loc="lower right" if measure == "accuracy" else "best", fontsize="small")
+        place: Literal["best", "lower right", "upper right"] = "best"
+        if measure == headline.name:  # the corner that curves leave free as they get better
+            place = "lower right" if headline.higher_is_better else "upper right"
+        axes.legend(loc=place, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)

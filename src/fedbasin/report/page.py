@@ -59,7 +59,7 @@ def write_page(
     Args:
         runs: what `read_runs` gives.
         path: the page.
-        target: value of the headline for the column "rounds to target"; 80 % of accuracy.
+        target: value of the headline for the column "rounds to target"; None is 0.8 for accuracy.
         baseline: the method the others are compared with.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def render(runs: Sequence[Run], *, target: float | None, baseline: str) -> str:
         runs=runs,
         lines=lines,
         headline=headline,
-        target_title=headline.target_title(target),
+        target_title="" if target is None else headline.target_title(target),
         baseline=baseline,
         compared=sum(line.difference != "" for line in lines),
         pairs=pairs,
@@ -163,7 +163,7 @@ def _lines(runs: Sequence[Run], target: float | None, baseline: str) -> list[Lin
 def _say_difference(gap: Difference | None, headline: Headline) -> str:
     if gap is None:
         return ""
-    digits = 2 if headline.unit == "%" else 4
+    digits = headline.digits
     scale = headline.scale
     said = f"{scale * gap.mean:+.{digits}f}"
     if gap.low is not None and gap.high is not None:
@@ -182,8 +182,7 @@ def _pairs(runs: Sequence[Run], baseline: str) -> list[int]:
 
 
 def _score(value: Any, headline: Headline) -> str:
-    digits = 2 if headline.unit == "%" else 4
-    return headline.shown(value if isinstance(value, int | float) else None, digits)
+    return headline.shown(value if isinstance(value, int | float) else None)
 
 
 def _cell(value: Any) -> str:

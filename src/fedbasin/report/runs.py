@@ -111,11 +111,14 @@ def title_of(runs: Sequence[Run]) -> str:
 
 def shared_facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Return what a reader wants to know first, where it is the same for all runs."""
-    names = ("dataset", "partition", "clients", "model", "rounds")
+    names = ("dataset", "partition", "task", "clients", "model", "rounds")
     found = []
     for name in names:
         values = {str(run.summary.get(name, "")) for run in runs}
-        if len(values) == 1 and (value := values.pop()):
+        if len(values) != 1:
+            continue
+        value = values.pop()
+        if value and (name, value) != ("task", "classification"):  # most runs are
             found.append((name, value))
     return found
 

@@ -103,10 +103,9 @@ def _scores(runs: Sequence[Run], headline: Headline) -> dict[int, float]:
 def cells(row: Row, headline: Headline | None = None) -> tuple[str, str, str, str, str]:
     """Write a row for people: method, score in its unit, rounds to target, seconds, seeds."""
     headline = headline or Headline()
-    digits = 2 if headline.unit == "%" else 4
-    score = headline.shown(row.score, digits)
+    score = headline.shown(row.score)
     if row.spread is not None:
-        score += f" ± {headline.shown(row.spread, digits)}"
+        score += f" ± {headline.shown(row.spread)}"
     if row.diverged:
         score += f" ({row.diverged} diverged)"
     if row.stopped:

@@ -181,7 +181,7 @@
       at("holdings-caption").textContent =
         `${drawn} clients` + (held.inOrder || !held.classes.length ? "." : ", ordered by the class they hold most of.") + " Point at a bar to read it.";
       return frame(width, {
-        ariaLabel: "rows of each class that each client holds",
+        ariaLabel: held.classes.length ? "rows of each class that each client holds" : "rows that each client holds",
         marginBottom: 40,
         x: {
           label: "client", domain: d3.range(held.clients.length), padding: held.inOrder ? 0.15 : 0,
