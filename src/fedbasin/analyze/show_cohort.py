@@ -63,6 +63,7 @@ def _cohort(snapshot: Snapshot) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "The loss of the averaged model in five factors",
     "Zhou et al. (IMA), Theorem 1 and Figures 2-3",
     uses=("rows", "draws"),
+    needs="classes",
 )
 def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Take the squared error of each kept round apart; draws are runs, or late rounds of one."""
@@ -136,6 +137,7 @@ def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]
     "Error against the number of averaged client models, of their ensemble, and Lemma 1's gap",
     "Zhou et al. (IMA), Figure 4 and Lemma 1",
     uses=("count", "rows"),
+    needs="classes",
 )
 def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Average random subsets of the last kept cohort of each run."""
@@ -172,6 +174,7 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
     "How alike the outputs of client models are",
     "Zhou et al. (IMA), Figure 4",
     uses=("rows",),
+    needs="classes",
 )
 def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the mean linear CKA of client models over rounds, and the last matrix."""
@@ -298,6 +301,7 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
     "pearson",
     "Learnt weights against size and balance of clients",
     "Li et al. (FedLAW), Table 11",
+    needs="class_labels",
 )
 def show_pearson(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Correlate each run's accumulated weights, and those of all runs together."""

@@ -95,6 +95,7 @@ def _spread_of(ratios: dict[str, Tensor]) -> tuple[Line, ...]:
     "Neuron concentration (two reconstructions)",
     "Li et al. (FedWCM), Figures 3-7",
     uses=("rows",),
+    needs="class_labels",
 )
 def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw both definitions over rounds, and every layer of each run."""
@@ -134,6 +135,7 @@ def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) ->
     "Accuracy by class, and of head, middle and tail classes",
     "for Li et al. (FedWCM)",
     uses=("rows",),
+    needs="classes",
 )
 def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the last accuracy of each class, and the thirds over the kept rounds."""
@@ -172,6 +174,7 @@ def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) ->
     "Minority collapse: how classifier rows and features are placed",
     "for Li et al. (FedWCM); neural collapse NC1-NC3",
     uses=("rows",),
+    needs="classes",
 )
 def show_collapse(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw cosines of classifier rows and features over the kept rounds."""

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from fedbasin.core.evaluator import Evaluator, Tick, no_tick
 from fedbasin.core.figure_data import Analysis, Numbers, Panel
+from fedbasin.core.metric import MetricError, task_name
 from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.snapshot import Snapshot, Snapshots
+from fedbasin.core.task import Provided
 from fedbasin.core.vectors import shares, weighted_mean
 
 Watch = Callable[[str, int], Tick]  # (what, how many) -> where progress goes
@@ -191,6 +193,7 @@ class Entry:
     source: str
     uses: tuple[str, ...]
     make: Make
+    needs: Provided | None = None  # of the task
 
     def __call__(
         self,
@@ -199,21 +202,41 @@ class Entry:
         watch: Watch = lambda what, total: no_tick,
     ) -> Analysis:
         """Make the analysis of some runs."""
-        panels, notes = self.make(subjects, options or Options(), watch)
+        if self.needs is not None:
+            self._check(subjects, self.needs)
+        try:
+            panels, notes = self.make(subjects, options or Options(), watch)
+        except MetricError as error:
+            raise AnalysisError(f"{self.name}: {error}; take curves or locality") from error
         runs = tuple(subject.name for subject in subjects)
         return Analysis(self.name, self.title, self.source, runs, tuple(panels), tuple(notes))
+
+    def _check(self, subjects: Sequence[Subject], needs: Provided) -> None:
+        """Refuse runs of a task without classes, where these are looked at."""
+        for subject in subjects:
+            task = subject.data.test.task
+            if needs not in task.provides:
+                what = "class probabilities" if needs == "classes" else "numbers of rows by class"
+                raise AnalysisError(
+                    f"{self.name} works on {what}, and {subject.name} is a run of the task "
+                    f"{task_name(task)}; take curves or locality"
+                )
 
 
 CATALOGUE: dict[str, Entry] = {}
 
 
 def analysis(
-    name: str, title: str, source: str, uses: Sequence[str] = ()
+    name: str,
+    title: str,
+    source: str,
+    uses: Sequence[str] = (),
+    needs: Provided | None = None,
 ) -> Callable[[Make], Make]:
     """Enter a function in the catalogue."""
 
     def enter(make: Make) -> Make:
-        CATALOGUE[name] = Entry(name, title, source, tuple(uses), make)
+        CATALOGUE[name] = Entry(name, title, source, tuple(uses), make, needs)
         return make
 
     return enter
