@@ -3,7 +3,8 @@
     from fedbasin.testing import check_method
     check_method(MyMethod())
 
-Laws run on a toy federation: ragged clients, partial participation, real local training.
+Laws run on a toy federation: ragged clients, partial participation, real local training. There is
+one for every task of `TOY_TASKS`.
 A law that a method cannot obey is named on its card (`exempt`) with the reason.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from fedbasin.core.method import (
     Wrapped,
     Wrapper,
 )
+from fedbasin.core.needs import NeedError, check_task
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
 from fedbasin.core.protocols import needs_gradients, shared_prefix, state_from_prefix
@@ -41,7 +43,16 @@ from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.core.round import ProbeRequest, Sent, Server, TrainRequest
 from fedbasin.core.rule import Finish, LocalRule, Start
 from fedbasin.core.state import load, same, save
-from fedbasin.core.task import Classification
+from fedbasin.core.task import (
+    CLASSIFICATION,
+    Binary,
+    Multilabel,
+    Regression,
+    Survival,
+    Targets,
+    Task,
+    Tokens,
+)
 from fedbasin.core.tree import flatten, mapped, tensors
 from fedbasin.local import SGD, AdamW, Optimiser, Trainer
 from fedbasin.methods.fedavg import FedAvg
@@ -52,6 +63,15 @@ from fedbasin.sim.rounds import Diverged
 
 _FEW_NUMBERS = 64  # bytes of scalars that travel beside models
 Law = Callable[[Method], None]
+
+TOY_TASKS: tuple[Task, ...] = (
+    CLASSIFICATION,
+    Binary(),
+    Regression(),
+    Survival(),
+    Multilabel(),
+    Tokens(vocabulary=3),
+)
 
 
 def replies_of(
@@ -86,8 +106,12 @@ def toy_federation(
     keep_optimiser: bool = False,
     module: nn.Module | None = None,
     participation: str = "count(clients=3)",
+    task: Task = CLASSIFICATION,
 ) -> Federation:
-    """Return a small federation: 6 clients of 1 to 16 rows, 3 classes, half of them a round.
+    """Return a small federation: 6 clients of 1 to 16 rows, half of them a round.
+
+    Inputs are 4 bytes and 3 classes in classification, 4 numbers in other tasks; of tokens 2
+    positions of 2 numbers each. A method that needs what the task does not provide is refused.
 
     Args:
         method: what merges.
@@ -97,31 +121,41 @@ def toy_federation(
         optimiser: the clients', plain SGD by default.
         clip: largest norm of a gradient, or None.
         keep_optimiser: whether clients keep the optimiser's state between rounds.
-        module: a network of 4 inputs and 3 outputs, a small one by default.
+        module: a network for such inputs and outputs, a small one by default.
         participation: who takes part.
+        task: what the network's outputs mean.
     """
+    check_task(method, task)
     key = root(seed)
-    rng = key.fold("toy").numpy()
     sizes = (16, 9, 7, 5, 3, 1)
-    labels = rng.integers(0, 3, sum(sizes) + 30)
-    inputs = rng.integers(0, 256, (len(labels), 4)).astype(np.uint8)
-    inputs[np.arange(len(labels)), labels] //= 4  # something to learn
+    toy = _toy_rows(task, sum(sizes) + 30, key.fold("toy").numpy())
+    inputs = toy.inputs
+    labels = toy.labels
     ends = np.cumsum(sizes)
     clients = [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     with torch_draws_from(key.fold("model")):
-        net = Net(module or _ToyNetwork(), dtype=dtype)
+        net = Net(module or _ToyNetwork(*toy.widths), dtype=dtype)
 
     def transform(raw: Tensor, key: Tensor | None = None) -> Tensor:
-        return raw.to(dtype) / 255
+        numbers = raw.to(dtype)
+        return numbers / 255 if raw.dtype == torch.uint8 else numbers
 
     def examiner(rows: slice) -> Evaluator:
         held = torch.from_numpy(inputs[rows]), torch.from_numpy(labels[rows])
-        return Evaluator(net, *held, transform, Classification())
+        return Evaluator(net, *held, transform, task)
 
     population = Population.of(inputs, labels, clients)
     optimiser = optimiser or SGD()
     trainer = Trainer(
-        net, method.rules(), optimiser, 4, transform, 3, clip=clip, keep_optimiser=keep_optimiser
+        net=net,
+        rules=method.rules(),
+        optimiser=optimiser,
+        batch=4,
+        transform=transform,
+        classes=toy.classes,
+        clip=clip,
+        keep_optimiser=keep_optimiser,
+        task=task,
     )
     return Federation(
         method=method,
@@ -139,9 +173,9 @@ def toy_federation(
             examples=sum(sizes) / 6,
             effective_steps=optimiser.effective_steps,
             proxy=examiner(slice(41, 56)),
-            class_counts=population.class_counts(3),
+            class_counts=population.class_counts(toy.classes),
             net=net,
-            permutations=None if module else _toy_permutations(),
+            permutations=None if module else _toy_permutations(*toy.widths),
         ),
         schedule=lambda round: Plan(0.3 * 0.9**round, 2),
         participation=parse(participation, "participation"),
@@ -152,25 +186,65 @@ def toy_federation(
 
 
 class _ToyNetwork(nn.Module):
-    """Four inputs, five hidden units, three classes."""
+    """Five hidden units between inputs and outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
-        self.hidden = nn.Linear(4, 5)
-        self.head = nn.Linear(5, 3)
+        self.hidden = nn.Linear(inputs, 5)
+        self.head = nn.Linear(5, outputs, bias)
 
     def features(self, x: Tensor) -> Tensor:
         """Return the input of the head."""
         return torch.tanh(self.hidden(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
+        """Return the outputs, at every position where there are several."""
         return self.head(self.features(x))  # type: ignore[no-any-return]
 
 
+class _ToyRows(NamedTuple):
+    """Rows of a toy federation."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    classes: int  # 0 where targets are no classes
+    widths: tuple[int, int, bool]  # inputs and outputs of the network, whether its head has a bias
+
+
+def _toy_rows(task: Task, count: int, rng: np.random.Generator) -> _ToyRows:
+    """Draw inputs, and targets of the task that can be learnt from them."""
+    if task.kind == "classes":
+        labels = rng.integers(0, 3, count)
+        pixels = rng.integers(0, 256, (count, 4)).astype(np.uint8)
+        pixels[np.arange(count), labels] //= 4  # something to learn
+        return _ToyRows(pixels, labels, 3, (4, 3, True))
+    inputs = rng.normal(size=(count, 4)).astype(np.float32)
+    signal = inputs[:, :2] + 0.3 * rng.normal(size=(count, 2)).astype(np.float32)
+    if task.kind == "tokens":
+        labels = np.digitize(signal, [-0.5, 0.5]).astype(np.int64)
+        labels[::7, 1] = -1  # padding
+        outputs = task.outputs(Targets(0, 2, True))
+        return _ToyRows(inputs.reshape(-1, 2, 2), labels, 0, (2, outputs, True))
+    if task.kind == "binary":
+        labels = (signal[:, 0] > 0).astype(np.int64)
+    elif task.kind == "labels":
+        labels = (signal > 0).astype(np.int64)
+    elif task.kind == "survival":
+        event = rng.random(count) < 0.7
+        labels = np.stack([np.exp(-signal[:, 0]), event], 1).astype(np.float32)
+    else:
+        labels = signal[:, 0]
+    classes = 2 if task.kind == "binary" else 0
+    columns = 1 if labels.ndim == 1 else labels.shape[1]
+    outputs = task.outputs(Targets(classes, columns, labels.dtype == np.int64))
+    # Cox has no slope in the last bias, and Adam would take steps along its rounding error.
+    bias = task.kind != "survival"
+    return _ToyRows(inputs, labels, classes, (4, outputs, bias))
+
+
 @cache
-def _toy_permutations() -> tuple[Group, ...]:
-    return permutations(_ToyNetwork(), torch.zeros(2, 4))
+def _toy_permutations(inputs: int, outputs: int, bias: bool) -> tuple[Group, ...]:
+    return permutations(_ToyNetwork(inputs, outputs, bias), torch.zeros(2, inputs))
 
 
 def trajectory(method: Method, **settings: Any) -> list[Server]:
@@ -208,24 +282,25 @@ def _close(a: Tensor, b: Tensor, what: str) -> None:
         raise AssertionError(f"{what}: the models differ by {float((a - b).abs().max()):.3g}")
 
 
-def law_is_fedavg_when_declared(method: Method) -> None:
+def law_is_fedavg_when_declared(method: Method, task: Task = CLASSIFICATION) -> None:
     """At the setting its card names, the method is FedAvg, or the method it wraps."""
     card = card_of(method)
     if isinstance(card.is_fedavg_when, str):
         return
     neutral = replace(method, **card.is_fedavg_when)  # type: ignore[type-var]
     plain = getattr(neutral, "inner", None) or FedAvg(getattr(neutral, "weighting", "samples"))
-    for ours, theirs in zip(trajectory(neutral), trajectory(plain), strict=True):
+    pairs = zip(trajectory(neutral, task=task), trajectory(plain, task=task), strict=True)
+    for ours, theirs in pairs:
         _close(ours.send, theirs.send, f"{text(neutral)} is not {text(plain)}")
         _close(ours.score, theirs.score, f"{text(neutral)} scores another model than {text(plain)}")
 
 
-def law_differs_by_default(method: Method) -> None:
+def law_differs_by_default(method: Method, task: Task = CLASSIFICATION) -> None:
     """A method as given is not FedAvg, unless it is that very method."""
     if isinstance(method, FedAvg):
         return
     fedavg = FedAvg(weighting=getattr(method, "weighting", "samples"))
-    pairs = zip(trajectory(method), trajectory(fedavg), strict=True)
+    pairs = zip(trajectory(method, task=task), trajectory(fedavg, task=task), strict=True)
     if all(torch.equal(a.send, b.send) and torch.equal(a.score, b.score) for a, b in pairs):
         raise AssertionError(f"{text(method)} is FedAvg in every round")
 
@@ -385,18 +460,43 @@ def law_prefix_is_shared(method: Method) -> None:
         _close(own.score, after.score, f"round {after.round}: continued from the prefix, `score`")
 
 
-def law_cohort_equals_loop(method: Method) -> None:
+def law_cohort_equals_loop(method: Method, task: Task = CLASSIFICATION) -> None:
     """Training the cohort as one matrix gives what training client by client gives."""
     settings: list[dict[str, Any]] = [{"optimiser": SGD(0.5, 0.01), "clip": 2.0}]
     if "plain_sgd" not in needs_of(method):
         settings.append({"optimiser": AdamW(), "keep_optimiser": True})
     for given in settings:
-        loop = toy_federation(method, **given)
+        loop = toy_federation(method, task=task, **given)
         whole = CohortExecutor(loop.trainer, loop.population, loop.key, compiled=False)
         for a, b in zip(_servers(loop), _servers(replace(loop, executor=whole)), strict=True):
             under = f"{given['optimiser']}, round {a.round}"
             _close(a.send, b.send, f"{under}: the cohort executor sends another model")
             _close(a.score, b.score, f"{under}: the cohort executor scores another model")
+
+
+def law_right_or_refused_on_every_task(method: Method) -> None:
+    """On every task the method works as on classification, or is refused with an alternative.
+
+    A method that assumes classes and does not say so on its card (`needs=("classes",)`) fails, or
+    is silently FedAvg: a softmax over one output is always 1.
+    """
+    exempt = card_of(method).exempt
+    laws = (law_is_fedavg_when_declared, law_differs_by_default, law_cohort_equals_loop)
+    for task in TOY_TASKS[1:]:
+        try:
+            check_task(method, task)
+        except NeedError as refusal:
+            _, _, alternative = str(refusal).partition("; ")
+            if not alternative:
+                raise AssertionError(f"the refusal names no alternative: {refusal}") from refusal
+            continue
+        for law in laws:
+            if law.__name__ in exempt:
+                continue
+            try:
+                law(method, task)
+            except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
+                raise AssertionError(f"on the task {task}: {error}") from error
 
 
 def law_stream_equals_matrix(method: Method) -> None:
@@ -448,6 +548,7 @@ LAWS: tuple[Law, ...] = (
     law_bad_replies_are_refused,
     law_prefix_is_shared,
     law_cohort_equals_loop,
+    law_right_or_refused_on_every_task,
     law_stream_equals_matrix,
     law_payload_is_what_the_card_says,
     law_text_reads_back,

@@ -75,6 +75,8 @@ def heterogeneity_coherence(counts: Tensor, clients: Tensor, share: Tensor) -> O
         clients: ids of the cohort, [C].
         share: lambda [C].
     """
+    if not counts.shape[1]:  # targets without classes have no mix
+        return Overlap(float("nan"), float("nan"))
     counts = counts.double().cpu()
     everyone = counts.sum(0) / counts.sum()
     held = counts[clients.cpu()]

@@ -196,7 +196,7 @@ class Evaluator:
             outputs = [self._all_outputs(model, statistics) for model in models]
             labels = self.labels.cpu()
             for whole in by_sets:
-                values[whole.name] = [whole.of_rows(self.task, o, labels) for o in outputs]
+                values[whole.name] = [whole.value(self.task, o, labels) for o in outputs]
         names = [m.name for m in chosen]
         return [{name: values[name][i] for name in names} for i in range(len(models))]
 
@@ -288,7 +288,7 @@ class Evaluator:
         pairs = list(zip(said, true, strict=True))
         return {
             metric.name: torch.tensor(
-                [metric.of_rows(self.task, o, t) if len(t) else torch.nan for o, t in pairs],
+                [metric.value(self.task, o, t) if len(t) else torch.nan for o, t in pairs],
                 dtype=torch.float64,
             )
             for metric in metrics

@@ -88,7 +88,7 @@ class PrivateCounts:
 
 
 _NEEDED = {  # what is missing, and how a run provides it
-    "proxy": "labelled rows on the server: set data.proxy_per_class",
+    "proxy": "labelled rows on the server: set data.proxy_per_class or data.proxy_rows",
     "class_counts": "the clients' class counts: take data with classes",
     "archive": "files for the clients' models: start it as a run with a folder",
     "permutations": "to know which neurons may change places: take a network of the catalogue, "

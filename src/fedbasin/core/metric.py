@@ -82,6 +82,13 @@ class MeanMetric(RowMetric):
 class SetMetric(Metric):
     """A metric of all rows together."""
 
+    def value(self, task: Task, outputs: Tensor, targets: Tensor) -> float:
+        """Return the metric; NaN where a model puts out NaN or Inf, which scikit-learn refuses."""
+        if not bool(outputs.isfinite().all()):
+            return math.nan
+        with np.errstate(all="ignore"):  # a model that diverges may overflow
+            return self.of_rows(task, outputs, targets)
+
     @abstractmethod
     def of_rows(self, task: Task, outputs: Tensor, targets: Tensor) -> float:
         """Return the metric of the outputs and targets of all rows, which are on the host."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fedbasin.core.catalogue import needs_of
+from fedbasin.core.net import Net
 from fedbasin.core.task import Provided, Task
 
 
@@ -62,3 +63,18 @@ def check_task(things: object | Iterable[object], task: Task) -> None:
             why = _OF_TASKS[need]
             name = type(task).__name__.lower()
             raise NeedError(f"{thing} {why.lacks.format(task=name)}; {why.instead}")
+
+
+def check_network(method: object, net: Net, model: str) -> None:
+    """Refuse a method that works on features where the network does not show them.
+
+    Args:
+        method: what is to run.
+        net: the network.
+        model: what the network is called in messages.
+    """
+    if "features" in needs_of(method) and not net.has_features:
+        raise NeedError(
+            f"{method} works on features, and {model} has no `features` and `head`; take a network "
+            "of the catalogue such as mlp or cnn, or a method such as fedavg or scaffold"
+        )

@@ -244,6 +244,11 @@ class Net:
         return inputs.to(memory_format=torch.channels_last)
 
     @property
+    def has_features(self) -> bool:
+        """Whether the network shows the input of its last layer: it has `features` and `head`."""
+        return self._scoring.splits
+
+    @property
     def has_statistics(self) -> bool:
         """Whether the network carries float buffers that training changes."""
         return self.buffer_layout.size > 0

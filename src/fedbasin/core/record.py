@@ -104,6 +104,8 @@ def latest_score(record: RoundRecord) -> str:
     for name, value in record.metrics.items():
         if not isinstance(value, int | float):
             return ""
+        if not math.isfinite(value):
+            return f"{name} -"
         return f"{100 * value:5.1f} %" if name == "accuracy" else f"{name} {value:.4g}"
     return ""
 
@@ -139,9 +141,9 @@ class RoundRecord:
     notes: Mapping[str, float | list[float]] = field(default_factory=dict)  # by the method
 
     def metric(self, name: str) -> float | None:
-        """Return a metric that is one number; None where it was not measured."""
+        """Return a metric that is one number; None where it was not measured or is undefined."""
         value = self.metrics.get(name)
-        return value if isinstance(value, int | float) else None
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
 
     def line(self) -> str:
         """Return the record as one line of JSON, metrics and notes beside the other columns."""
@@ -365,7 +367,8 @@ def scores_of(records: Sequence[RoundRecord], headline: Headline) -> dict[str, A
     """
     last: dict[str, Any] = {headline.name: None, "loss": None}
     for record in records:
-        last |= {name: value for name, value in record.metrics.items() if value is not None}
+        known = _plain(record.metrics)  # as a record that is read back has them
+        last |= {name: value for name, value in known.items() if value is not None}
     said: dict[str, Any] = {
         "headline": headline.name,
         "headline_unit": headline.unit,

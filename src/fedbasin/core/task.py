@@ -58,6 +58,10 @@ class Task(ABC):
             weight: [B] 1 for a row, 0 for padding; None where all rows count.
         """
 
+    def check_values(self, targets: Tensor) -> None:
+        """Refuse targets whose numbers the loss is not meant for; takes all by default."""
+        return
+
     @property
     def metrics(self) -> tuple[str, ...]:
         """Expressions of the metrics that every run records, the headline first."""
@@ -173,6 +177,7 @@ class Binary(RowTask):
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the logistic loss of every row."""
+        _check_single(outputs, "binary")
         score = outputs[:, 0]
         return F.binary_cross_entropy_with_logits(score, targets.to(score.dtype), reduction="none")
 
@@ -264,8 +269,18 @@ class Survival(Task):
             )
         return 1
 
+    def check_values(self, targets: Tensor) -> None:
+        """Times are not negative, events are 0 or 1."""
+        if bool((targets[:, 0] < 0).any()):
+            raise ValueError(
+                f"survival needs times of at least 0 in the first column, got "
+                f"{float(targets[:, 0].min()):g}; the columns are time and event"
+            )
+        _check_zeros_and_ones(targets[:, 1], "survival", "events in the second column")
+
     def batch_loss(self, outputs: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the mean over the rows of the batch."""
+        _check_single(outputs, "survival")
         score = outputs[:, 0]
         time = targets[:, 0]
         weight = torch.ones_like(score) if weight is None else weight
@@ -302,6 +317,10 @@ class Multilabel(RowTask):
                 f"{_described(targets)}; write task = {_fitting(targets)!r}"
             )
         return targets.columns
+
+    def check_values(self, targets: Tensor) -> None:
+        """Labels are 0 or 1."""
+        _check_zeros_and_ones(targets, "multilabel", "labels")
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean logistic loss over the labels of every row."""
@@ -346,6 +365,14 @@ class Tokens(RowTask):
             )
         return self.vocabulary
 
+    def check_values(self, targets: Tensor) -> None:
+        """Tokens are below the vocabulary's size."""
+        if int(targets.max()) >= self.vocabulary:
+            raise ValueError(
+                f"tokens(vocabulary={self.vocabulary}) needs targets below {self.vocabulary}, got "
+                f"{int(targets.max())}; set vocabulary to at least {int(targets.max()) + 1}"
+            )
+
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy over the positions of every row [B, T]."""
         real = targets >= 0
@@ -360,6 +387,20 @@ class Tokens(RowTask):
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Return the softmax at every position."""
         return outputs.softmax(-1)
+
+
+def _check_single(outputs: Tensor, task: str) -> None:
+    """Refuse outputs of which all but the first would be ignored."""
+    if outputs.dim() != 2 or outputs.shape[1] != 1:
+        raise ValueError(
+            f"{task} needs one output a row, [B, 1]; the network gives {list(outputs.shape)}"
+        )
+
+
+def _check_zeros_and_ones(values: Tensor, task: str, what: str) -> None:
+    other = values[(values != 0) & (values != 1)]
+    if other.numel():
+        raise ValueError(f"{task} needs {what} that are 0 or 1, got {float(other[0]):g}")
 
 
 def _described(targets: Targets) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Plan
+from fedbasin.core.needs import check_network
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
 from fedbasin.core.task import Task
@@ -156,12 +157,14 @@ def client_app(
         named = context.run_config.get("method", "fedavg") if method is None else method
         chosen: Method = parse(named, "method") if isinstance(named, str) else named
         client, clients = place(context)
+        net = Net(model(), device)
         try:
             check_plain_steps(chosen, steps, keep_optimiser)
+            check_network(chosen, net, "the client's network")
         except ValueError as error:
             raise Refused(str(error)) from error
         trainer = Trainer(
-            net=Net(model(), device),
+            net=net,
             rules=chosen.rules(),
             optimiser=steps,
             batch=batch,

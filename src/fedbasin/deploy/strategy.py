@@ -17,7 +17,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
-from fedbasin.core.needs import check_task
+from fedbasin.core.needs import check_network, check_task
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.round import (
@@ -306,6 +306,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             self._codec.layout, 0, 0, self.key, batch=here.batch, proxy=here.proxy
         )
         check_task(self.method, here.known_task())
+        if here.net is not None:
+            check_network(self.method, here.net, "the network of ServerSide(net=...)")
         needs = needs_of(self.method)
         if "proxy" in needs and known.proxy is None:
             raise ValueError(

@@ -18,6 +18,7 @@ from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method
+from fedbasin.core.needs import NeedError, check_network
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
 from fedbasin.core.rng import Key, root, torch_draws_from
@@ -76,6 +77,7 @@ def build(
     train = rows.splits.train
     population = Population.of(train.inputs, train.labels, rows.parts.clients, device)
     net.check_draws(transform(population.inputs[:3], None))
+    _check_network(experiment, method, net, transform(population.inputs[:2], None), outputs)
     proxy = evaluator_of(rows.splits.proxy) if rows.splits.proxy is not None else None
     test = evaluator_of(rows.splits.test)
     trained_on = None
@@ -143,9 +145,30 @@ def _outputs(task: Task, dataset: data.Dataset) -> int:
     whole = bool(np.issubdtype(labels.dtype, np.integer))
     targets = Targets(len(dataset.classes), columns, whole)
     try:
-        return task.outputs(targets)
+        outputs = task.outputs(targets)
+        for rows in (dataset.train, dataset.test):
+            task.check_values(as_tensor(rows.labels))
     except ValueError as error:
         raise ConfigError(f"task: {error}") from error
+    return outputs
+
+
+@torch.no_grad()
+def _check_network(
+    experiment: Experiment, method: Method, net: Net, inputs: Tensor, outputs: int
+) -> None:
+    """Refuse a network that does not fit the method or the task."""
+    try:
+        check_network(method, net, experiment.model)
+    except NeedError as error:
+        raise ConfigError(f"model: {error}") from error
+    shape = net(net.initial()[0], net.arranged(inputs)).logits.shape
+    if len(shape) < 2 or shape[-1] != outputs:
+        width = f"{shape[-1]} outputs" if len(shape) > 1 else "one number without an axis"
+        raise ConfigError(
+            f"model: {experiment.model} gives {width} a row, and the task {experiment.task} needs "
+            f"{outputs} on this data: give the last layer as many outputs as the factory is told"
+        )
 
 
 def _context(experiment: Experiment, net: Net, population: Population, key: Key) -> Context:

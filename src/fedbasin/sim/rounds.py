@@ -17,6 +17,7 @@ from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import Choice
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError
+from fedbasin.core.needs import check_task
 from fedbasin.core.net import Net
 from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import Key
@@ -117,6 +118,9 @@ class Federation:
     snapshots: Snapshots | None = None
     holdings: Holdings | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_task(self.method, self.trainer.task)
 
     def begin(self) -> tuple[Server, ClientStates]:
         """Return the server and the clients before the first round."""
