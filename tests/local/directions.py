@@ -50,7 +50,7 @@ def start_with(vector, counts=(2, 1, 3), shared=(), own=(), survey=(), round=1.0
     return Start(
         vector=vector,
         shared=shared,
-        own=own,
+        client_state=own,
         round=number(round),
         lr=number(0.1),
         steps=number(4.0),

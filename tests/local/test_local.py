@@ -38,7 +38,7 @@ def make_shard(rows=11, seed=0):
 
 def received(net, rules=(), shared=None, round=0):
     vector, buffers = net.initial()
-    own = tuple(rule.own(vector) for rule in rules)
+    own = tuple(rule.client_state(vector) for rule in rules)
     return Received(vector, buffers, shared or tuple(() for _ in rules), own, round, KEY)
 
 

@@ -14,7 +14,7 @@ from local.directions import (
 from methods.numpy_network import NumpyNetworkClients, backward, forward, one_hot, softmax
 
 from fedbasin.core.rng import fold_in, normal, uniform
-from fedbasin.core.rule import Look
+from fedbasin.core.rule import SurveyBatch
 from fedbasin.local import BalancedRows, Focal
 from fedbasin.local.batches import DROPOUT, batches
 from fedbasin.methods import BalanceFL, FedAvg
@@ -184,7 +184,7 @@ def test_noise_has_the_covariance_within_classes_and_spares_the_largest_class():
     at = net.initial()[0] * 3
     rule = learner(noise=True)
     counts = torch.bincount(batch.labels, minlength=3).tolist()
-    survey = rule.survey(Look(net, at, at.new_zeros(0), (), batch))
+    survey = rule.survey(SurveyBatch(net, at, at.new_zeros(0), (), batch))
     carry = rule.begin(start_with(at, counts, survey=survey), net)
     h, labels = net(at, batch.inputs).features.numpy(), batch.labels.numpy()
     expected = sum((labels == c).mean() * np.cov(h[labels == c].T, bias=True) for c in range(3))

@@ -12,9 +12,9 @@ from local.directions import (
 )
 from methods.numpy_network import NumpyNetworkClients, backward, forward, one_hot, parts
 
-from fedbasin.core.rule import View
+from fedbasin.core.rule import LossInputs
 from fedbasin.methods import FedGraB
-from fedbasin.methods.fedgrab import Kept, Open, response, tail_of
+from fedbasin.methods.fedgrab import ControllerState, Open, response, tail_of
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.testing import replies_of, toy_federation
 
@@ -102,7 +102,7 @@ def test_fedgrab_equals_a_plain_numpy_loop(method):
 def rule_and_start(net, tail=(1.0, 1.0, 1.0), numbers=None):
     (rule,) = FedGraB(most_classes=4).own_rules()
     at = net.initial()[0] + 0.1
-    own = Kept(torch.zeros(5, 4, dtype=torch.float64) if numbers is None else numbers)
+    own = ControllerState(torch.zeros(5, 4, dtype=torch.float64) if numbers is None else numbers)
     return rule, start_with(at, shared=Open(torch.tensor(tail).double()), own=own), at
 
 
@@ -144,7 +144,7 @@ def test_a_class_with_only_positives_drives_its_positive_weight_down():
     rule, start, at = rule_and_start(net)
     carry, weights = rule.begin(start, net), []
     for _ in range(4):
-        view = View(net, at, net(at, batch.inputs), batch, torch.zeros(2))
+        view = LossInputs(net, at, net(at, batch.inputs), batch, torch.zeros(2))
         _, carry = rule.loss(carry, None, view)
         weights.append(float(response(carry.numbers[2, 1])))
     assert weights[0] == pytest.approx(1) and weights[1:] == sorted(weights[1:], reverse=True)
@@ -158,7 +158,7 @@ def test_the_output_is_limited():
     rule, start, _ = rule_and_start(small_net(), numbers=numbers)
     moved = rule._controlled(rule.begin(start, None))
     assert moved[2].tolist() == [100.0] * 3
-    start = start._replace(own=Kept(numbers.roll(-1, 0)))  # only positives
+    start = start._replace(client_state=ControllerState(numbers.roll(-1, 0)))  # only positives
     moved = rule._controlled(rule.begin(start, None))
     assert moved[2].tolist() == [-100.0] * 3
 

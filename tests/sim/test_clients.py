@@ -32,7 +32,7 @@ class Mixed(NamedTuple):
 class Hoarder(LocalRule):
     """Keeps leaves of many types and of sizes that do not align."""
 
-    def own(self, vector):
+    def client_state(self, vector):
         return Mixed(
             torch.zeros(3, dtype=torch.bool),
             torch.zeros((), dtype=torch.int64),
@@ -54,7 +54,7 @@ def filled(seed, size=5):
 
 
 def kept_by(rules, vector):
-    return tuple(rule.own(vector) for rule in rules)
+    return tuple(rule.client_state(vector) for rule in rules)
 
 
 def on_disk(folder):

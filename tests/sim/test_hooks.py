@@ -65,7 +65,7 @@ class Nosy(DrawsRows):
         return vector * 0.99 + 0.001 * carry.survey.gradient, carry
 
     def end(self, carry, start, finish):
-        return start.own, Held(carry.survey, carry.taken / start.epoch_steps)
+        return start.client_state, Held(carry.survey, carry.taken / start.epoch_steps)
 
 
 def both(method):
@@ -120,7 +120,7 @@ class Told(LocalRule):
 
     def end(self, carry, start, finish):
         began = start.round, start.lr, start.steps, start.epoch_steps, start.examples
-        return start.own, Numbers(*began, start.class_counts, finish.steps, finish.lr_sum)
+        return start.client_state, Numbers(*began, start.class_counts, finish.steps, finish.lr_sum)
 
 
 def test_a_rule_is_told_the_round_and_what_its_client_holds_and_does():
@@ -155,7 +155,7 @@ def test_each_rule_uploads_what_the_one_before_it_would_have():
             return finish.vector + 1
 
         def end(self, carry, start, finish):
-            return start.own, finish.vector
+            return start.client_state, finish.vector
 
     for federation in both(FedAvg(local=(Doubled(), Raised()))):
         replies = gathered(federation, federation.eligible).replies

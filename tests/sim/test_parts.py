@@ -186,7 +186,7 @@ def test_scores_equal_a_plain_loop():
 
 def test_client_states_start_at_zero_and_come_back():
     vector = torch.arange(3.0)
-    zero = tuple(rule.own(vector) for rule in Scaffold().rules())
+    zero = tuple(rule.client_state(vector) for rule in Scaffold().rules())
     states = ClientStates(zero, vector)
     assert states.get(5)[0].control.tolist() == [0, 0, 0]
     states.put([5, 2], [(type(states.get(0)[0])(vector + i),) for i in (1, 2)], 0)

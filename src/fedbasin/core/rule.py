@@ -6,7 +6,7 @@ for a whole cohort, and on a real device. Rules stack: `begin` and `end` run for
 nests, with rules that move the point at which the gradient is taken (SAM) inside those that
 correct it (FedProx, SCAFFOLD), and these inside the one that keeps a momentum of what they give.
 
-What crosses `vmap` (own state, survey, carry, report) is a named tuple of tensors.
+What crosses `vmap` (a client's state, survey, carry, report) is a named tuple of tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Start(NamedTuple):
 
     vector: Tensor  # [P] the model it received
     shared: Any  # what the method broadcasts to this rule
-    own: Any  # what this rule kept on the client
+    client_state: Any  # what this rule kept on the client
     round: Tensor  # number of finished rounds
     lr: Tensor  # learning rate of this round
     steps: Tensor  # how many local steps it will take, K_i
@@ -67,7 +67,7 @@ class Finish(NamedTuple):
     lr_sum: Tensor  # sum of the step sizes, eta K_i
 
 
-class View(NamedTuple):
+class LossInputs(NamedTuple):
     """What a loss may look at: the forward pass of one batch."""
 
     net: Net
@@ -78,7 +78,7 @@ class View(NamedTuple):
     task: Task = CLASSIFICATION
 
 
-class Look(NamedTuple):
+class SurveyBatch(NamedTuple):
     """What a survey may look at: some of the client's rows, plain and without augmentation."""
 
     net: Net
@@ -120,11 +120,11 @@ class LocalRule:
         """Return what the server sends to this rule where the method itself sends nothing."""
         return ()
 
-    def own(self, vector: Tensor) -> Any:
+    def client_state(self, vector: Tensor) -> Any:
         """Return the state a client has before its first round: a named tuple of zeros."""
         return ()
 
-    def survey(self, look: Look) -> Any:
+    def survey(self, look: SurveyBatch) -> Any:
         """Return sums over some rows at the received model; they add up over the client's rows."""
         return ()
 
@@ -132,7 +132,7 @@ class LocalRule:
         """Return what the rule carries through the local steps."""
         return ()
 
-    def loss(self, carry: Any, value: Tensor, view: View) -> tuple[Tensor, Any]:
+    def loss(self, carry: Any, value: Tensor, view: LossInputs) -> tuple[Tensor, Any]:
         """Add a term to the loss so far, or replace it; return it with the carry."""
         return value, carry
 
@@ -156,8 +156,8 @@ class LocalRule:
         return finish.vector
 
     def end(self, carry: Any, start: Start, finish: Finish) -> tuple[Any, Any]:
-        """Return the client's new own state and its report to the server."""
-        return start.own, ()
+        """Return the client's new state and its report to the server."""
+        return start.client_state, ()
 
     def cautions(self, setting: Setting) -> Iterator[str]:
         """Yield why this rule may not do what its paper says in such a run."""

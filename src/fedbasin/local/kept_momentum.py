@@ -13,7 +13,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Setting, Start
 
 
-class Kept(NamedTuple):
+class SavedMomentum(NamedTuple):
     """What a client keeps from its last step to its next round."""
 
     momentum: Tensor  # [P] m
@@ -43,21 +43,25 @@ class KeptMomentum(LocalRule):
         if not self.decay >= 0:
             raise ValueError(f"decay must be at least 0, got {self.decay}")
 
-    def own(self, vector: Tensor) -> Kept:
+    def client_state(self, vector: Tensor) -> SavedMomentum:
         """Begin at rest."""
-        return Kept(vector.new_zeros(vector.shape))
+        return SavedMomentum(vector.new_zeros(vector.shape))
 
-    def begin(self, start: Start, net: Net) -> Kept:
+    def begin(self, start: Start, net: Net) -> SavedMomentum:
         """Go on where the last round ended."""
-        kept: Kept = start.own
+        kept: SavedMomentum = start.client_state
         return kept
 
-    def direction(self, carry: Kept, vector: Tensor, gradient: Gradient) -> tuple[Tensor, Kept]:
+    def direction(
+        self, carry: SavedMomentum, vector: Tensor, gradient: Gradient
+    ) -> tuple[Tensor, SavedMomentum]:
         """Add this step's gradient to what is kept."""
         momentum = self.beta * carry.momentum + gradient(vector) + self.decay * vector
-        return momentum, Kept(momentum)
+        return momentum, SavedMomentum(momentum)
 
-    def end(self, carry: Kept, start: Start, finish: Finish) -> tuple[Kept, tuple[()]]:
+    def end(
+        self, carry: SavedMomentum, start: Start, finish: Finish
+    ) -> tuple[SavedMomentum, tuple[()]]:
         """Keep the momentum."""
         return carry, ()
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.net import Net
-from fedbasin.core.rule import DrawsRows, LocalRule, Start, View
+from fedbasin.core.rule import DrawsRows, LocalRule, LossInputs, Start
 from fedbasin.local.step import batch_mean, task_loss
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Focal(Replaced):
         if not self.gamma >= 0:
             raise ValueError(f"gamma must be at least 0, got {self.gamma}")
 
-    def loss(self, carry: Any, value: Tensor, view: View) -> tuple[Tensor, Any]:
+    def loss(self, carry: Any, value: Tensor, view: LossInputs) -> tuple[Tensor, Any]:
         """Weigh each sample's cross-entropy."""
         each = F.cross_entropy(view.outputs.logits, view.batch.labels, reduction="none")
         # 1 - p_y; its floor keeps the slope of a fractional power finite at p_y = 1.
@@ -110,7 +110,7 @@ class ClassBalanced(Replaced):
         weight = torch.where(owned, 1 / effective, 0.0)
         return Weights(weight * owned.sum() / weight.sum().clamp(min=1e-30))
 
-    def loss(self, carry: Weights, value: Tensor, view: View) -> tuple[Tensor, Weights]:
+    def loss(self, carry: Weights, value: Tensor, view: LossInputs) -> tuple[Tensor, Weights]:
         """Weigh each sample's cross-entropy by its class."""
         each = F.cross_entropy(view.outputs.logits, view.batch.labels, reduction="none")
         return batch_mean(carry.weight[view.batch.labels] * each, view.batch), carry
@@ -119,7 +119,7 @@ class ClassBalanced(Replaced):
 class _Shifted(Replaced):
     """A cross-entropy of shifted logits."""
 
-    def loss(self, carry: Shift, value: Tensor, view: View) -> tuple[Tensor, Shift]:
+    def loss(self, carry: Shift, value: Tensor, view: LossInputs) -> tuple[Tensor, Shift]:
         """Take the cross-entropy with the shift."""
         shifted = view.outputs.logits + carry.shift
         return task_loss(shifted, view.batch, view.task), carry

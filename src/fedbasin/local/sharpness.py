@@ -131,13 +131,14 @@ class LESAM(LocalRule):
     def __post_init__(self) -> None:
         check_radius(self.rho)
 
-    def own(self, vector: Tensor) -> LastSeen:
+    def client_state(self, vector: Tensor) -> LastSeen:
         """Start without a model."""
         return LastSeen(torch.zeros_like(vector), vector.new_zeros(()))
 
     def begin(self, start: Start, net: Net) -> Fixed:
         """Form the perturbation once."""
-        return Fixed(start.own.known * of_length(self.rho, start.own.model - start.vector))
+        last = start.client_state
+        return Fixed(last.known * of_length(self.rho, last.model - start.vector))
 
     def direction(self, carry: Fixed, vector: Tensor, gradient: Gradient) -> tuple[Tensor, Fixed]:
         """Return the gradient from up there."""
@@ -145,4 +146,4 @@ class LESAM(LocalRule):
 
     def end(self, carry: Fixed, start: Start, finish: Finish) -> tuple[LastSeen, tuple[()]]:
         """Remember the model that was received."""
-        return LastSeen(start.vector, torch.ones_like(start.own.known)), ()
+        return LastSeen(start.vector, torch.ones_like(start.client_state.known)), ()

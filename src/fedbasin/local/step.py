@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Batch, Gradient, Layer, LocalRule, Look, View
+from fedbasin.core.rule import Batch, Gradient, Layer, LocalRule, LossInputs, SurveyBatch
 from fedbasin.core.task import CLASSIFICATION, RowTask, Task, weighted_rows
 from fedbasin.local.optimisers import Optimiser
 
@@ -47,7 +47,7 @@ def task_loss(outputs: Tensor, batch: Batch, task: Task = CLASSIFICATION) -> Ten
     return task.batch_loss(outputs, batch.labels, batch.weight)
 
 
-def summed_gradient(look: Look) -> Tensor:
+def summed_gradient(look: SurveyBatch) -> Tensor:
     """Return the gradient [P] of the loss summed over the rows of a survey."""
     task = look.task
     if not isinstance(task, RowTask):
@@ -120,7 +120,7 @@ def step(
         value = task_loss(outputs.logits, batch, task)
         updated = list(carries)
         for i in first_to_last:
-            view = View(net, vector, outputs, batch, key, task)
+            view = LossInputs(net, vector, outputs, batch, key, task)
             value, updated[i] = rules[i].loss(carries[i], value, view)
         return value, (value.detach(), outputs.buffers, tuple(updated))
 

@@ -17,7 +17,7 @@ from fedbasin.core.method import Plan
 from fedbasin.core.needs import check_task
 from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in
-from fedbasin.core.rule import Batch, DrawsRows, Finish, LocalRule, Look, Start, check_rules
+from fedbasin.core.rule import Batch, DrawsRows, Finish, LocalRule, Start, SurveyBatch, check_rules
 from fedbasin.core.task import CLASSIFICATION, Task
 from fedbasin.core.tree import added, mapped
 from fedbasin.local.batches import AUGMENT, DROPOUT, batches, count_steps, steps_per_epoch
@@ -104,7 +104,7 @@ class Trainer:
 
         One entry for each rule, then the optimiser's state where that is kept.
         """
-        own = tuple(rule.own(vector) for rule in self.rules)
+        own = tuple(rule.client_state(vector) for rule in self.rules)
         return (*own, self.optimiser.init(vector)) if self.keep_optimiser else own
 
     def length(self, steps: int) -> float:
@@ -173,7 +173,9 @@ class Trainer:
         """Return the gradient [P] of the mean loss over all rows, without augmentation."""
         parts = [
             summed_gradient(
-                Look(self.net, vector, buffers, (), self._batch(shard, index, None), self.task)
+                SurveyBatch(
+                    self.net, vector, buffers, (), self._batch(shard, index, None), self.task
+                )
             )
             for index in torch.arange(len(shard.labels), device=vector.device).split(SURVEY_ROWS)
         ]
@@ -198,7 +200,7 @@ class Trainer:
         return added(
             [
                 rule.survey(
-                    Look(
+                    SurveyBatch(
                         self.net,
                         vector,
                         buffers,
@@ -223,7 +225,7 @@ class Trainer:
             Start(
                 vector=vector,
                 shared=shared,
-                own=own,
+                client_state=own,
                 round=_number(received.round, vector),
                 lr=_number(plan.lr, vector),
                 steps=_number(steps, vector),

@@ -48,13 +48,13 @@ class FadingBias(LocalRule):
 
     mu: float
 
-    def own(self, vector: Tensor) -> Estimate:
+    def client_state(self, vector: Tensor) -> Estimate:
         """Start with h_i = 0."""
         return Estimate(torch.zeros_like(vector), vector.new_zeros(()))
 
     def begin(self, start: Start, net: Net) -> BiasCarry:
         """Take the estimate."""
-        return BiasCarry(start.own.bias)
+        return BiasCarry(start.client_state.bias)
 
     def direction(
         self, carry: BiasCarry, vector: Tensor, gradient: Gradient
@@ -65,7 +65,7 @@ class FadingBias(LocalRule):
     def end(self, carry: BiasCarry, start: Start, finish: Finish) -> tuple[Estimate, tuple[()]]:
         """Let the estimate fade by its age and add this round's displacement."""
         now = start.round + 1
-        faded = start.own.bias / (now - start.own.seen)
+        faded = start.client_state.bias / (now - start.client_state.seen)
         return Estimate(faded + self.mu * (start.vector - finish.vector), now), ()
 
     def cautions(self, setting: Setting) -> Iterator[str]:

@@ -32,7 +32,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging
 from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in, normal, uniform
-from fedbasin.core.rule import LocalRule, Look, Rules, Start, View
+from fedbasin.core.rule import LocalRule, LossInputs, Rules, Start, SurveyBatch
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.losses import BalancedRows
 from fedbasin.local.step import batch_mean, one_hot
@@ -75,7 +75,7 @@ class BalancedLearner(BalancedRows):
         """Noise needs the features' covariance."""
         return self.noise
 
-    def survey(self, look: Look) -> Moments:
+    def survey(self, look: SurveyBatch) -> Moments:
         """Sum features and their products."""
         outputs = look.net(look.vector, look.batch.inputs, look.buffers)
         features = outputs.features
@@ -99,7 +99,7 @@ class BalancedLearner(BalancedRows):
         chance = 1 - counts / counts.max().clamp(min=1)
         return Teaching(start.vector, start.buffers, counts > 0, chance, root)
 
-    def loss(self, carry: Teaching, value: Tensor, view: View) -> tuple[Tensor, Teaching]:
+    def loss(self, carry: Teaching, value: Tensor, view: LossInputs) -> tuple[Tensor, Teaching]:
         """Replace the cross-entropy by the three terms."""
         logits = view.outputs.logits
         batch = view.batch
@@ -117,7 +117,7 @@ class BalancedLearner(BalancedRows):
             total = total - self.entropy * (each * batch.weight).sum()
         return total, carry
 
-    def _noisy(self, carry: Teaching, view: View) -> Tensor:
+    def _noisy(self, carry: Teaching, view: LossInputs) -> Tensor:
         """Return the logits of features with noise."""
         features = view.outputs.features
         if not self.noise or features is None:

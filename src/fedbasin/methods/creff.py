@@ -33,7 +33,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, normal, uniform
-from fedbasin.core.rule import Finish, LocalRule, Look, Rules, Start
+from fedbasin.core.rule import Finish, LocalRule, Rules, Start, SurveyBatch
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.batches import epoch_orders
 from fedbasin.local.step import one_hot
@@ -59,7 +59,7 @@ class ClassGradients(LocalRule):
 
     surveys: ClassVar[bool] = True
 
-    def survey(self, look: Look) -> Gradients:
+    def survey(self, look: SurveyBatch) -> Gradients:
         """Sum the gradients of the re-trained head over the rows of each class."""
         outputs = look.net(look.vector, look.batch.inputs, look.buffers)
         assert outputs.features is not None  # Head.of has checked the network
@@ -77,7 +77,7 @@ class ClassGradients(LocalRule):
 
     def end(self, carry: Gradients, start: Start, finish: Finish) -> tuple[Any, Gradients]:
         """Report them."""
-        return start.own, carry
+        return start.client_state, carry
 
 
 @dataclass(frozen=True)

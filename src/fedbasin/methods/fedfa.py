@@ -31,7 +31,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import normal
-from fedbasin.core.rule import Finish, LocalRule, Rules, Start, View
+from fedbasin.core.rule import Finish, LocalRule, LossInputs, Rules, Start
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.step import one_hot
 from fedbasin.methods.parts.descent import Adam
@@ -87,7 +87,9 @@ class FeatureAnchors(LocalRule):
             fresh,
         )
 
-    def loss(self, carry: AnchorCarry, value: Tensor, view: View) -> tuple[Tensor, AnchorCarry]:
+    def loss(
+        self, carry: AnchorCarry, value: Tensor, view: LossInputs
+    ) -> tuple[Tensor, AnchorCarry]:
         """Pull features to their anchors, and remember the batch's class means."""
         features = view.outputs.features
         anchors = carry.shared.anchors
@@ -141,7 +143,7 @@ class FeatureAnchors(LocalRule):
 
     def end(self, carry: AnchorCarry, start: Start, finish: Finish) -> tuple[Any, Report]:
         """Report the anchors."""
-        return start.own, Report(self._renewed(carry))
+        return start.client_state, Report(self._renewed(carry))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, fold_in, uniform
-from fedbasin.core.rule import Finish, LocalRule, Rules, Start, View
+from fedbasin.core.rule import Finish, LocalRule, LossInputs, Rules, Start
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.step import batch_mean
 from fedbasin.methods.parts.descent import Adam
@@ -124,7 +124,7 @@ class GeneratedFeatures(LocalRule):
         return GeneratorCarry(start.shared, self.synthetic * start.epoch_steps)
 
     def loss(
-        self, carry: GeneratorCarry, value: Tensor, view: View
+        self, carry: GeneratorCarry, value: Tensor, view: LossInputs
     ) -> tuple[Tensor, GeneratorCarry]:
         """Add the two terms."""
         flat, known, strengths = carry.shared
@@ -148,7 +148,7 @@ class GeneratedFeatures(LocalRule):
 
     def end(self, carry: GeneratorCarry, start: Start, finish: Finish) -> tuple[Any, Counts]:
         """Report the class counts."""
-        return start.own, Counts(start.class_counts)
+        return start.client_state, Counts(start.class_counts)
 
 
 def noise_at(key: Tensor, rows: int, width: int, like: Tensor) -> Tensor:

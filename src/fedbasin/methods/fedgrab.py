@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Finish, LocalRule, Rules, Start, View
+from fedbasin.core.rule import Finish, LocalRule, LossInputs, Rules, Start
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.step import one_hot
 from fedbasin.methods.parts.heads import Head
@@ -47,7 +47,7 @@ class Open(NamedTuple):
     tail: Tensor  # [classes] 1 where a controller is open
 
 
-class Kept(NamedTuple):
+class ControllerState(NamedTuple):
     """What a client keeps: e', e'', u and the two sums of |gradients|, by class."""
 
     numbers: Tensor  # [5, most_classes]; columns beyond the classes are zero
@@ -76,9 +76,9 @@ class GradientBalancer(LocalRule):
     kd: float
     most_classes: int
 
-    def own(self, vector: Tensor) -> Kept:
+    def client_state(self, vector: Tensor) -> ControllerState:
         """Start with controllers at rest; how many there are is not known here."""
-        return Kept(vector.new_zeros(5, self.most_classes))
+        return ControllerState(vector.new_zeros(5, self.most_classes))
 
     def begin(self, start: Start, net: Net) -> Control:
         """Take up the controllers; one that is closed now forgets."""
@@ -88,9 +88,9 @@ class GradientBalancer(LocalRule):
                 f"fedgrab has room for {self.most_classes} classes on each client, but there are "
                 f"{len(tail)}; write fedgrab(most_classes={len(tail)})"
             )
-        return Control(start.own.numbers[:, : len(tail)], tail)
+        return Control(start.client_state.numbers[:, : len(tail)], tail)
 
-    def loss(self, carry: Control, value: Tensor, view: View) -> tuple[Tensor, Control]:
+    def loss(self, carry: Control, value: Tensor, view: LossInputs) -> tuple[Tensor, Control]:
         """Weigh the gradients of each class's logit."""
         logits = view.outputs.logits
         batch = view.batch
@@ -114,10 +114,10 @@ class GradientBalancer(LocalRule):
         control = torch.stack([error, before, moved.clamp(-_LIMIT, _LIMIT)])
         return torch.cat([torch.where(carry.tail > 0, control, 0.0), carry.numbers[_PULL:]])
 
-    def end(self, carry: Control, start: Start, finish: Finish) -> tuple[Kept, Any]:
+    def end(self, carry: Control, start: Start, finish: Finish) -> tuple[ControllerState, Any]:
         """Keep the controllers; nothing is reported."""
-        unused = start.own.numbers[:, len(carry.tail) :]
-        return Kept(torch.cat([carry.numbers, unused], 1)), ()
+        unused = start.client_state.numbers[:, len(carry.tail) :]
+        return ControllerState(torch.cat([carry.numbers, unused], 1)), ()
 
 
 def tail_of(prior: Tensor, cut: float) -> Tensor:

@@ -68,14 +68,14 @@ class AgreedShift(LocalRule):
     rho: float
     sends: Sends
 
-    def own(self, vector: Tensor) -> ShiftDual:
+    def client_state(self, vector: Tensor) -> ShiftDual:
         """Start with mu_i = 0."""
         return ShiftDual(torch.zeros_like(vector))
 
     def begin(self, start: Start, net: Net) -> ShiftCarry:
         """Take s and mu_i."""
         zero = torch.zeros_like(start.vector)
-        return ShiftCarry(start.shared.vector, start.own.dual, zero)
+        return ShiftCarry(start.shared.vector, start.client_state.dual, zero)
 
     def direction(
         self, carry: ShiftCarry, vector: Tensor, gradient: Gradient

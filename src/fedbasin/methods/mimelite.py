@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
-from fedbasin.core.rule import Finish, LocalRule, Look, Rules, Setting, Start
+from fedbasin.core.rule import Finish, LocalRule, Rules, Setting, Start, SurveyBatch
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.step import other_loss, summed_gradient
 from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
@@ -44,7 +44,7 @@ class ReportGradient(LocalRule):
 
     surveys: ClassVar[bool] = True
 
-    def survey(self, look: Look) -> FullGradient:
+    def survey(self, look: SurveyBatch) -> FullGradient:
         """Sum the gradients of all rows."""
         return FullGradient(summed_gradient(look))
 

@@ -28,7 +28,16 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
-from fedbasin.core.rule import Finish, Gradient, LocalRule, Look, Rules, Setting, Start, rescaled
+from fedbasin.core.rule import (
+    Finish,
+    Gradient,
+    LocalRule,
+    Rules,
+    Setting,
+    Start,
+    SurveyBatch,
+    rescaled,
+)
 from fedbasin.core.vectors import Weighting, weighted_mean
 from fedbasin.local.step import other_loss, summed_gradient
 
@@ -65,18 +74,18 @@ class ControlVariates(LocalRule):
         """Option "full" needs the full-batch gradient at the received model."""
         return self.option == "full"
 
-    def survey(self, look: Look) -> Variate:
+    def survey(self, look: SurveyBatch) -> Variate:
         """Sum the gradients of all rows."""
         return Variate(summed_gradient(look))
 
-    def own(self, vector: Tensor) -> Variate:
+    def client_state(self, vector: Tensor) -> Variate:
         """Start with c_i = 0."""
         return Variate(torch.zeros_like(vector))
 
     def begin(self, start: Start, net: Net) -> ControlCarry:
         """Form the correction once."""
         return ControlCarry(
-            start.shared.control - start.own.control, torch.zeros_like(start.vector)
+            start.shared.control - start.client_state.control, torch.zeros_like(start.vector)
         )
 
     def direction(
@@ -101,7 +110,7 @@ class ControlVariates(LocalRule):
             renewed = start.survey.control / start.examples.clamp(min=1)
         else:
             renewed = carry.total / finish.steps.clamp(min=1)
-        return Variate(renewed), Change(renewed - start.own.control)
+        return Variate(renewed), Change(renewed - start.client_state.control)
 
 
 @dataclass(frozen=True)

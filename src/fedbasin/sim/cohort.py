@@ -307,7 +307,7 @@ class CohortExecutor(Executor):
             start = Start(
                 vector=sent.vector,
                 shared=shared,
-                own=mine,
+                client_state=mine,
                 round=now,
                 lr=batches.lr,
                 steps=batches.limit.to(dtype),

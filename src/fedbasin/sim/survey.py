@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.round import Sent
-from fedbasin.core.rule import Batch, LocalRule, Look
+from fedbasin.core.rule import Batch, LocalRule, SurveyBatch
 from fedbasin.core.tree import added
 from fedbasin.local.step import summed_gradient
 from fedbasin.local.train import SURVEY_ROWS, Trainer
@@ -38,7 +38,7 @@ def survey(
     vector = sent.vector
     buffers = sent.buffers
     return _sums(
-        lambda batch: rule.survey(Look(net, vector, buffers, shared, batch, trainer.task)),
+        lambda batch: rule.survey(SurveyBatch(net, vector, buffers, shared, batch, trainer.task)),
         trainer,
         population,
         clients,
@@ -52,7 +52,7 @@ def gradients(trainer: Trainer, population: Population, clients: np.ndarray, sen
     buffers = sent.buffers
     sums: _Gradient = _sums(
         lambda batch: _Gradient(
-            summed_gradient(Look(net, vector, buffers, (), batch, trainer.task))
+            summed_gradient(SurveyBatch(net, vector, buffers, (), batch, trainer.task))
         ),
         trainer,
         population,

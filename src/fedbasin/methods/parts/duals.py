@@ -61,7 +61,7 @@ class Duals(LocalRule):
         if not self.alpha > 0:
             raise ValueError(f"the pull must be above 0, got {self.alpha}")
 
-    def own(self, vector: Tensor) -> Drift:
+    def client_state(self, vector: Tensor) -> Drift:
         """Start with r_i = 0."""
         return Drift(torch.zeros_like(vector))
 
@@ -70,7 +70,7 @@ class Duals(LocalRule):
         alpha = torch.full_like(start.examples, self.alpha)
         if start.shared:
             alpha = alpha * start.shared.examples / start.examples.clamp(min=1)
-        return DualCarry(alpha, start.vector - start.own.total)
+        return DualCarry(alpha, start.vector - start.client_state.total)
 
     def direction(
         self, carry: DualCarry, vector: Tensor, gradient: Gradient
@@ -82,12 +82,12 @@ class Duals(LocalRule):
         """Return y_i, or y_i + r_i+."""
         if not self.amended:
             return finish.vector
-        drift: Tensor = start.own.total + (finish.vector - start.vector)
+        drift: Tensor = start.client_state.total + (finish.vector - start.vector)
         return finish.vector + drift
 
     def end(self, carry: DualCarry, start: Start, finish: Finish) -> tuple[Drift, tuple[()]]:
         """Add this round's update to the drift."""
-        return Drift(start.own.total + (finish.vector - start.vector)), ()
+        return Drift(start.client_state.total + (finish.vector - start.vector)), ()
 
     def cautions(self, setting: Setting) -> Iterator[str]:
         """Name what local momentum and an adaptive optimiser do to the pull."""
