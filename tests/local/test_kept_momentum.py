@@ -11,8 +11,11 @@ from fedbasin.methods import FedAvg, Mime
 from fedbasin.sim.loop import client_key
 from fedbasin.testing import (
     LAWS,
+    TOY_TASKS,
     check_method,
+    law_cohort_equals_loop,
     law_is_fedavg_when_declared,
+    law_right_or_refused_on_every_task,
     toy_federation,
     trajectory,
 )
@@ -140,9 +143,13 @@ def test_a_client_that_stays_away_keeps_its_momentum():
 
 def test_it_obeys_the_laws():
     """Resume, engines, payload: all but that of FedAvg, which FedAvg with a rule is not."""
-    laws = [law for law in LAWS if law is not law_is_fedavg_when_declared]
-    assert len(laws) == len(LAWS) - 1
-    check_method(parse("fedavg(local=kept_momentum(beta=0.8, decay=0.05))", "method"), laws)
+    never = (law_is_fedavg_when_declared, law_right_or_refused_on_every_task)  # which asks it too
+    laws = [law for law in LAWS if law not in never]
+    assert len(laws) == len(LAWS) - 2
+    method = parse("fedavg(local=kept_momentum(beta=0.8, decay=0.05))", "method")
+    check_method(method, laws)
+    for task in TOY_TASKS:
+        law_cohort_equals_loop(method, task)
 
 
 @pytest.mark.parametrize(
