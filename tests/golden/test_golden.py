@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 
 import pytest
 import torch
 from golden import make
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from fedbasin.core.record import RoundRecord
+from fedbasin.experiment import resume
 from fedbasin.papers.results import fresh, shipped
 from fedbasin.papers.tables import load_table, table_names
 
@@ -53,3 +56,19 @@ def test_every_shipped_result_of_a_paper_is_still_fresh():
     """A new setting, or another default, would orphan results that took days of GPU time."""
     tables = [load_table(name) for name in table_names()]
     assert sum(len(fresh(table, shipped())) for table in tables) == len(shipped()) >= 332
+
+
+def test_a_run_begun_by_an_earlier_version_is_resumed(tmp_path):
+    """It was stopped in round 6 of 6, after a checkpoint of round 4; clients keep a state."""
+    folder = tmp_path / "run"
+    shutil.copytree(make.HERE / "old_run", folder)
+    summary = resume(folder)
+    assert summary["status"] == "finished" and summary["rounds"] == 6
+    resumed = load_file(folder / "model.safetensors")
+    whole = load_file(make.HERE / "old_run_model.safetensors")
+    assert resumed.keys() == whole.keys()
+    for name, tensor in whole.items():
+        if same_machine():
+            assert torch.equal(resumed[name], tensor), name
+        else:
+            torch.testing.assert_close(resumed[name], tensor, rtol=1e-3, atol=1e-4)
