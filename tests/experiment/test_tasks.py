@@ -138,9 +138,52 @@ def timeless(record):
 # --- a task of one's own -------------------------------------------------------------------------
 
 
+OWN_TASK = '''
+"""A task of a user's own: counts, by the Poisson loss."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.task import RowTask
+
+
+@entry("task")
+@dataclass(frozen=True)
+class Poisson(RowTask):
+    """Counts: exp of the output is the expected one.
+
+    Args:
+        offset: added to the output.
+    """
+
+    offset: float = 0.0
+
+    usual_metrics: ClassVar[tuple[str, ...]] = ("loss",)
+
+    def outputs(self, targets):
+        """One output."""
+        if not targets.whole or targets.columns != 1:
+            raise ValueError("poisson needs one whole number a row")
+        return 1
+
+    def check_values(self, targets):
+        """Counts are not negative."""
+        if (targets < 0).any():
+            raise ValueError(f"poisson needs counts of at least 0, got {int(targets.min())}")
+
+    def each(self, outputs, targets):
+        """Return the negative log-likelihood of every row, without its constant."""
+        rate = outputs[:, 0] + self.offset
+        return rate.exp() - targets * rate
+'''
+
+
 @pytest.fixture
-def counts():
-    """Rows with counts, and the catalogue as it was afterwards."""
+def counts(tmp_path, monkeypatch):
+    """Rows with counts, a module with a task for them, and the catalogue as it was afterwards."""
+    (tmp_path / "own_tasks.py").write_text(OWN_TASK, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(200, 4)).astype(np.float32)
     targets = rng.poisson(np.exp(inputs[:, 0])).astype(np.int64)
