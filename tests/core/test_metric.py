@@ -261,3 +261,14 @@ def test_directions_and_units():
     assert accuracy.headline.shown(0.5) == "50.00"
     rmse = metrics_of(parse("regression", "task"))[0].headline
     assert not rmse.higher_is_better and rmse.reached(0.4, 0.5) and not rmse.reached(0.6, 0.5)
+
+
+def test_a_confidence_at_the_edge_of_a_bin_belongs_to_the_bin_below():
+    """One row with confidence 1/2 and a right answer, one near 1 with a wrong one."""
+    task = parse("binary", "task")
+    metric = parse("ece(bins=2)", "metric")
+    outputs = torch.tensor([[0.0], [40.0]], dtype=torch.float64)
+    targets = torch.tensor([0, 0])
+    sums = metric.addends(task, outputs, targets).sum(0)
+    assert sums.tolist() == pytest.approx([-0.5, 1.0])
+    assert float(metric.value(sums, torch.tensor(2.0))) == pytest.approx(0.75)
