@@ -4,11 +4,13 @@ import pandas
 import pytest
 
 from fedbasin.core.record import (
+    Headline,
     RecordError,
     RoundRecord,
     RunFolder,
     mean_of_last,
     rounds_to_target,
+    scores_of,
     write_atomically,
 )
 
@@ -105,3 +107,20 @@ def test_numbers_are_the_single_numbers_of_the_line():
     assert not {"round", "train_loss", "note_weights"} & set(numbers)
     flat = json.loads(record.line())
     assert all(flat[name] == value for name, value in numbers.items())
+
+
+def test_a_summary_has_the_last_value_that_was_measured_of_each_metric():
+    rmse = Headline("rmse", False, "")
+    records = [
+        RoundRecord(1, {"rmse": 2.0, "r2": 0.1, "loss": 4.0}),
+        RoundRecord(2, {"rmse": 1.0, "r2": None, "loss": 1.0}),
+        RoundRecord(3, {"rmse": None, "r2": None, "loss": None}),
+    ]
+    said = scores_of(records, rmse)
+    assert (said["headline"], said["headline_unit"], said["higher_is_better"]) == (
+        "rmse",
+        "",
+        False,
+    )
+    assert (said["rmse_last"], said["r2_last"], said["loss_last"]) == (1.0, 0.1, 1.0)
+    assert said["rmse_mean_last10"] == 1.5

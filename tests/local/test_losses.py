@@ -13,8 +13,19 @@ from local.directions import (
 
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import ExpressionError, parse
+from fedbasin.core.needs import NeedError
+from fedbasin.core.net import Net
 from fedbasin.core.rule import check_rules
-from fedbasin.local import BalancedRows, BalancedSoftmax, ClassBalanced, Focal, LogitAdjusted
+from fedbasin.core.task import Regression
+from fedbasin.local import (
+    SGD,
+    BalancedRows,
+    BalancedSoftmax,
+    ClassBalanced,
+    Focal,
+    LogitAdjusted,
+    Trainer,
+)
 from fedbasin.local.batches import epoch_order
 from fedbasin.methods import FedAvg, FedCM
 from fedbasin.sim.cohort import CohortExecutor
@@ -213,3 +224,10 @@ def test_two_replacing_losses_or_samplers_are_refused_and_one_of_each_is_not():
 def test_bad_settings_are_refused(text, message):
     with pytest.raises(ExpressionError, match=message):
         parse(text, "rule")
+
+
+@pytest.mark.parametrize("rule", [Focal(), BalancedRows()], ids=str)
+def test_a_client_refuses_a_rule_for_classes_where_its_task_has_none(rule):
+    net = Net(torch.nn.Linear(2, 1))
+    with pytest.raises(NeedError, match="and regression has no"):
+        Trainer(net, (rule,), SGD(), 4, lambda raw, key: raw, 0, task=Regression())
