@@ -101,7 +101,7 @@ def test_a_round_waits_for_its_minimum(tmp_path):
         process = nodes.run(LEAN, settings)
         wait(lambda: len(rounds(run)) >= 1, "round 1")
         nodes.kill("node1")
-        wait(lambda: "waiting for 1 (minimum: 2)" in nodes.log("run"), "the log says why")
+        wait(lambda: "waiting for 1 more (minimum: 2)" in nodes.log("run"), "the log says why")
         assert len(rounds(run)) == 1
         nodes.start_node(1)
         finished(run, process, nodes)
