@@ -194,16 +194,9 @@ class Moments(NamedTuple):
     steps: Tensor  # 0-d int64, steps taken, t
 
 
-@entry("optimiser", paper="Kingma and Ba, ICLR 2015", url="https://arxiv.org/abs/1412.6980")
 @dataclass(frozen=True)
-class Adam(Optimiser):
-    """Adam with bias correction, as `torch.optim.Adam`; weight decay is added to the gradient.
-
-    Args:
-        betas: how slowly the means of directions and of their squares change, each in [0, 1).
-        eps: added to the root of the mean square.
-        weight_decay: multiple of the parameters added to the gradient.
-    """
+class _Adaptive(Optimiser):
+    """What Adam and AdamW share: two running means, and their checks."""
 
     default_lr: ClassVar[float] = 0.001
 
@@ -218,6 +211,18 @@ class Adam(Optimiser):
     def init(self, vector: Tensor) -> Moments:
         """Return means of zero."""
         return _no_moments(vector)
+
+
+@entry("optimiser", paper="Kingma and Ba, ICLR 2015", url="https://arxiv.org/abs/1412.6980")
+@dataclass(frozen=True)
+class Adam(_Adaptive):
+    """Adam with bias correction, as `torch.optim.Adam`; weight decay is added to the gradient.
+
+    Args:
+        betas: how slowly the means of directions and of their squares change, each in [0, 1).
+        eps: added to the root of the mean square.
+        weight_decay: multiple of the parameters added to the gradient.
+    """
 
     def update(
         self,
@@ -238,7 +243,7 @@ class Adam(Optimiser):
     "optimiser", paper="Loshchilov and Hutter, ICLR 2019", url="https://arxiv.org/abs/1711.05101"
 )
 @dataclass(frozen=True)
-class AdamW(Optimiser):
+class AdamW(_Adaptive):
     """Adam with weight decay apart from the gradient, as `torch.optim.AdamW`.
 
     Args:
@@ -247,19 +252,7 @@ class AdamW(Optimiser):
         weight_decay: share of the parameters, times the learning rate, taken off in every step.
     """
 
-    default_lr: ClassVar[float] = 0.001
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     weight_decay: float = 0.01
-
-    def __post_init__(self) -> None:
-        _check_moments(self.betas, self.eps)
-        _check_decay(self.weight_decay)
-
-    def init(self, vector: Tensor) -> Moments:
-        """Return means of zero."""
-        return _no_moments(vector)
 
     def update(
         self,
