@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
-from fedbasin.cli import progress as display
+from fedbasin.api import progress as display
 from fedbasin.core.record import RoundRecord
 from fedbasin.experiment.config import Experiment
 from fedbasin.experiment.runs import Cell

@@ -106,7 +106,7 @@ def experiment(task: str, method: str = "fedavg", rounds: int = 8, **sim) -> Exp
 
 def federation(task: str, method: str = "fedavg", rounds: int = 8, **sim) -> Federation:
     """A federation that is ready to run."""
-    return build(experiment(task, method, rounds, **sim), dataset=CASES[task].data())
+    return build(experiment(task, method, rounds, **sim), data=CASES[task].data())
 
 
 def models(made: Federation, executor=None):

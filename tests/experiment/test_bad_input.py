@@ -70,19 +70,19 @@ PAIRS = np.abs(INPUTS[:, :2])
 )
 def test_targets_of_another_kind_are_refused(task, targets, classes, words):
     with pytest.raises(ConfigError, match=f"task: .*{words}"):
-        build(settings(task), dataset=table(targets, classes))
+        build(settings(task), data=table(targets, classes))
 
 
 def test_a_class_that_never_occurs_in_training_is_scored_and_does_no_harm(tmp_path):
     labels = YES.copy()
     labels[60:70] = 2  # in the test rows alone
     summary = run(
-        settings("classification"), tmp_path / "r", dataset=table(labels, ("no", "yes", "rare"))
+        settings("classification"), tmp_path / "r", data=table(labels, ("no", "yes", "rare"))
     )
     assert summary["status"] == "finished"
     assert 0 <= summary["accuracy_per_class"][2] < 0.5
     absent = run(
-        settings("classification"), tmp_path / "a", dataset=table(YES, ("no", "yes", "never"))
+        settings("classification"), tmp_path / "a", data=table(YES, ("no", "yes", "never"))
     )
     assert absent["accuracy_per_class"][2] is None or math.isnan(absent["accuracy_per_class"][2])
     assert json.loads((tmp_path / "a/summary.json").read_text())["accuracy_per_class"][2] is None
@@ -92,7 +92,7 @@ def test_auroc_of_one_class_is_null_and_a_dash(tmp_path):
     labels = YES.copy()
     labels[60:] = 1
     out = tmp_path / "r"
-    summary = run(settings("binary"), out, dataset=table(labels, ("no", "yes")))
+    summary = run(settings("binary"), out, data=table(labels, ("no", "yes")))
     lines = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     assert [line["auroc"] for line in lines] == [None] * 3
     assert all(line["accuracy"] is not None for line in lines)
@@ -120,7 +120,7 @@ def test_what_is_undefined_is_left_out_of_means_before_and_after_it_is_written()
 
 def test_a_client_of_one_class_is_scored_apart_as_undefined():
     labels = YES.copy()
-    made = build(settings("binary"), dataset=table(labels, ("no", "yes")))
+    made = build(settings("binary"), data=table(labels, ("no", "yes")))
     test = made.evaluator
     found = test.scores_by(made.net.initial()[0], test.labels, 3)  # by class; group 2 is empty
     assert found["auroc"].isnan().all()
@@ -131,14 +131,14 @@ def test_clients_without_an_event_do_no_harm(tmp_path):
     """Their loss is 0 and has no slope; without any event nothing moves and C is undefined."""
     event = np.zeros(90, np.float32)
     none = table(np.stack([np.exp(NUMBERS), event], 1))
-    summary = run(settings("survival"), tmp_path / "none", dataset=none)
+    summary = run(settings("survival"), tmp_path / "none", data=none)
     assert summary["status"] == "finished" and summary["c_index_last"] is None
     lines = (tmp_path / "none/rounds.jsonl").read_text().splitlines()
     assert all(json.loads(line)["update_norm"] == 0 for line in lines)
     event[:5] = 1
     event[60:80] = 1
     few = table(np.stack([np.exp(NUMBERS), event], 1))
-    summary = run(settings("survival"), tmp_path / "few", dataset=few)
+    summary = run(settings("survival"), tmp_path / "few", data=few)
     assert summary["status"] == "finished" and 0 <= summary["c_index_last"] <= 1
 
 
@@ -158,13 +158,13 @@ def test_a_head_of_the_wrong_size_is_refused_before_training(task):
     needed = 2 if task == "classification" else 1
     words = rf"model: {model.replace('(', '.').replace(')', '.')} gives 5 outputs a row, and the "
     with pytest.raises(ConfigError, match=rf"{words}task {task} needs {needed} on this data"):
-        build(settings(task, model=model), dataset=data)
+        build(settings(task, model=model), data=data)
 
 
 def test_a_network_without_an_axis_of_outputs_is_refused():
     model = "custom(path='experiment.test_bad_input:flat')"
     with pytest.raises(ConfigError, match="gives one number without an axis a row"):
-        build(settings("regression", model=model), dataset=table(NUMBERS))
+        build(settings("regression", model=model), data=table(NUMBERS))
 
 
 @pytest.mark.parametrize("method", ["fedfa", "creff", "fedgen", "balancefl"])
@@ -172,9 +172,9 @@ def test_methods_on_features_refuse_a_network_that_shows_none(method):
     model = "custom(path='experiment.test_bad_input:plain')"
     data = table(YES, ("no", "yes"))
     with pytest.raises(ConfigError, match=rf"model: {method}.* works on features, and custom.*mlp"):
-        build(settings("classification", method, model=model), dataset=data)
-    build(settings("classification", "balancefl(noise=False)", model=model), dataset=data)
-    build(settings("classification", method), dataset=data)
+        build(settings("classification", method, model=model), data=data)
+    build(settings("classification", "balancefl(noise=False)", model=model), data=data)
+    build(settings("classification", method), data=data)
 
 
 def plain(shape, outputs):
@@ -184,7 +184,7 @@ def plain(shape, outputs):
 @pytest.mark.parametrize("name", [name for name in CASES if name != "classification"])
 def test_a_model_that_puts_out_no_numbers_has_undefined_scores(name):
     """Its weights are finite, its outputs overflow: the run goes on, and the record says null."""
-    made = build(experiment(name), dataset=CASES[name].data())
+    made = build(experiment(name), data=CASES[name].data())
     found = made.evaluator.score(made.net.initial()[0] * 1e300)
     headline = made.evaluator.headline.name
     assert headline in found and set(found) == {m.name for m in made.evaluator.metrics}
@@ -196,7 +196,7 @@ def test_a_run_that_diverges_keeps_its_records(tmp_path):
     wild = replace(wild, local=replace(wild.local, lr=1e40), rounds=20)
     out = tmp_path / "r"
     with pytest.raises(Diverged, match=r"round \d: .*client.*the records up to there are in"):
-        run(wild, out, dataset=table(NUMBERS))
+        run(wild, out, data=table(NUMBERS))
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "diverged" and "client" in summary["reason"]
     lines = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]

@@ -114,7 +114,7 @@ def test_bad_settings_name_the_field_the_value_and_the_fix(mapping, words):
         ("seed", 0),
         ("data.proxy_per_class", 0),
         ("data.proxy_rows", 0),
-        ("partition.clients", 1),
+        ("partition.clients", 0),
         ("partition.seed", -1),
         ("local.lr", 0),
         ("local.epochs", 1),

@@ -33,7 +33,7 @@ WINE = Experiment(
 
 
 def trained(experiment, dataset=None, executor=None):
-    federation = build(experiment, dataset=dataset)
+    federation = build(experiment, data=dataset)
     if executor is not None:
         federation = replace(federation, executor=executor(federation.executor))
     try:
@@ -122,7 +122,7 @@ def test_data_in_memory_is_as_good_as_its_name(name):
     by_name = changed(WINE, data={"name": name})
     other = changed(WINE, data={"name": "cifar10"})  # not looked at
     assert torch.equal(trained(by_name)[0], trained(other, load(name))[0])
-    assert build(by_name).data == build(other, dataset=load(name)).data
+    assert build(by_name).data == build(other, data=load(name)).data
 
 
 class Crash(BaseException):
@@ -135,19 +135,19 @@ def crash(record):
 
 def test_a_run_on_data_in_memory_goes_on_with_that_data_alone(tmp_path):
     mine = halves(np.float32)
-    whole = run(WINE, tmp_path / "whole", dataset=mine)
+    whole = run(WINE, tmp_path / "whole", data=mine)
     assert whole["dataset"] == "halves"
     assert 'name = "halves"' in (tmp_path / "whole/config.toml").read_text()
     out = tmp_path / "stopped"
     with pytest.raises(Crash):
-        run(WINE, out, dataset=mine, on_round=crash)
+        run(WINE, out, data=mine, on_round=crash)
     scaled = replace(mine, test=replace(mine.test, inputs=mine.test.inputs * 2))
     for other in (scaled, halves(np.float64), load("wine")):
-        with pytest.raises(RecordError, match=r"begun on other data: .*in Python also dataset="):
-            resume(out, dataset=other)
-    with pytest.raises(DataError, match=r"unknown dataset 'halves': .* as dataset=, when a run is"):
+        with pytest.raises(RecordError, match=r"begun on other data: .*data="):
+            resume(out, data=other)
+    with pytest.raises(DataError, match=r"unknown dataset 'halves': .* as data=, when a run is"):
         resume(out)
-    assert resume(out, dataset=halves(np.float32))["status"] == "finished"
+    assert resume(out, data=halves(np.float32))["status"] == "finished"
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
     assert models[0] == models[1]
     held = pandas.read_csv(out / "partition.csv")
@@ -255,7 +255,7 @@ def test_covertype_by_wilderness_area_learns(tmp_path):
         local=LocalConfig(lr=0.1, batch=64),
         sim=SimConfig(participation="fraction(rate=1.0)", device="cpu", evaluate_every=10),
     )
-    summary = run(experiment, tmp_path, dataset=data)
+    summary = run(experiment, tmp_path, data=data)
     assert summary["accuracy_last"] > 0.45  # 0.61 when it was written; chance is 0.14
     held = pandas.read_csv(tmp_path / "partition.csv")
     assert held["rows"].tolist() == train["wilderness_area"].value_counts()[list(areas)].tolist()

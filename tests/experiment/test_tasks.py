@@ -118,9 +118,9 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(task, method, tmp_path):
             raise ConnectionAbortedError("pulled")
 
     with pytest.raises(ConnectionAbortedError):
-        run(settings, tmp_path / "stopped", dataset=mine, on_round=stop)
-    ended = resume(tmp_path / "stopped", dataset=mine)
-    whole = run(settings, tmp_path / "whole", dataset=mine)
+        run(settings, tmp_path / "stopped", data=mine, on_round=stop)
+    ended = resume(tmp_path / "stopped", data=mine)
+    whole = run(settings, tmp_path / "whole", data=mine)
     ours, theirs = (tmp_path / name for name in ("stopped", "whole"))
     model = "model.safetensors"
     assert (ours / model).read_bytes() == (theirs / model).read_bytes()
@@ -203,14 +203,14 @@ def test_a_task_of_a_users_module_runs_in_processes(counts, tmp_path):
         ("cohort", {"executor": "cohort"}),
     ):
         out = tmp_path / name
-        summary = run(replace(base, sim=replace(base.sim, **sim)), out, dataset=counts)
+        summary = run(replace(base, sim=replace(base.sim, **sim)), out, data=counts)
         assert summary["headline"] == "loss" and summary["status"] == "finished"
         ends[name] = (out / "model.safetensors").read_bytes(), summary["loss_last"]
     assert ends["workers"] == ends["loop"]
     assert ends["cohort"][1] == pytest.approx(ends["loop"][1], rel=1e-9)
-    before = build(base, dataset=counts)
+    before = build(base, data=counts)
     first = before.evaluator.score(before.net.initial()[0])["loss"]
     assert ends["loop"][1] < first - 0.2
     bad = replace(counts.train, labels=counts.train.labels - 1)
     with pytest.raises(ConfigError, match="task: poisson needs counts of at least 0, got -1"):
-        build(base, dataset=replace(counts, train=bad))
+        build(base, data=replace(counts, train=bad))

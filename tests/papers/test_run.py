@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -304,7 +304,7 @@ def test_the_runs_behind_findings_change_a_cell_that_can_run(tmp_path):
         picked = select(table.rows, row, "row"), select(table.columns, column, "column")
         ((cell_run,), _) = cell_runs_of(table, *picked, [table.seeds[0]])
         changes = [options[i + 1] for i, option in enumerate(options) if option == "--set"]
-        changed = override(asdict(cell_run.experiment), changes)
+        changed = override(cell_run.experiment.settings(), changes)
         assert from_mapping(changed) != cell_run.experiment
 
 

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
+from fedbasin.api.progress import run_with_progress, wide_console
 from fedbasin.cli.analyze import analyze
 from fedbasin.cli.data import app as data_app
 from fedbasin.cli.flower import app as flower_app
 from fedbasin.cli.paper import app as paper_app
 from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
-from fedbasin.cli.progress import run_with_progress, wide_console
-from fedbasin.cli.report import Target, report
+from fedbasin.cli.report import Reach, ReachOrTarget, report
 from fedbasin.core.record import headline_of
 from fedbasin.sinks import SINKS
 
@@ -75,6 +74,27 @@ Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas.")]
 Jobs = Annotated[
     int | None,
     typer.Option(min=1, help="Runs at once; by default as many as there are cores, one on a GPU."),
+]
+DataFile = Annotated[
+    Path | None,
+    typer.Option("--data", help="A table of your own: CSV or parquet; needs --target COLUMN."),
+]
+Column = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help="With --data: the column to predict, or several with commas (time,event).",
+    ),
+]
+ClientColumn = Annotated[
+    str | None,
+    typer.Option("--client", help="With --data: the column that names each row's client."),
+]
+TaskName = Annotated[
+    str | None, typer.Option("--task", help="binary, regression, survival, multilabel, ...")
+]
+Network = Annotated[
+    str | None, typer.Option("--model", help="The network, such as 'mlp(widths=(64,))'.")
 ]
 LogTo = Annotated[
     list[str] | None,
@@ -126,7 +146,13 @@ def options(
     """Global options."""
 
 
-def _settings(config: Path | None, preset: str | None, assignments: list[str] | None) -> Experiment:
+def _settings(
+    config: Path | None,
+    preset: str | None,
+    assignments: list[str] | None,
+    own: Mapping[str, Any] | None = None,
+) -> Experiment:
+    """Build the configuration: a file or preset, then a table of one's own, then the settings."""
     import fedbasin.experiment  # noqa: F401  (fills the catalogue)
     from fedbasin.experiment.config import (
         ConfigError,
@@ -135,6 +161,7 @@ def _settings(config: Path | None, preset: str | None, assignments: list[str] | 
         read_config,
         read_preset,
     )
+    from fedbasin.experiment.defaults import merged
 
     if config is not None and preset is not None:
         raise ConfigError("give a config file or --preset, not both")
@@ -143,6 +170,8 @@ def _settings(config: Path | None, preset: str | None, assignments: list[str] | 
         settings = read_config(config)
     elif preset:
         settings = read_preset(preset)
+    if own:
+        settings = merged(settings, own)
     return from_mapping(override(settings, assignments or []))
 
 
@@ -154,11 +183,47 @@ def _assignments(given: list[str] | None, **named: object) -> list[str]:
     return [*(given or []), *extra]
 
 
+def _table(
+    data: Path | None, target: str | None, client: str | None, task: str | None
+) -> dict[str, Any]:
+    """Return the settings of a run on a table file; those that the user gives win over them."""
+    if data is None:
+        if client is not None:
+            raise ValueError(f"--client {client} names a column: give the table with --data")
+        return {}
+    if target is None:
+        raise ValueError(f"--data {data}: say which column to predict with --target COLUMN")
+    if not data.exists():
+        raise ValueError(f"--data: {data} does not exist")
+    from fedbasin.experiment.defaults import defaults_for
+
+    numbers = task is not None and task.startswith(("regression", "survival", "multilabel"))
+    settings = defaults_for(
+        task or "classification", named_clients=client is not None, classes=not numbers
+    )
+    table: dict[str, Any] = {"target": target.split(","), "client": client or ""}
+    if numbers:
+        table["classes"] = "no"
+    return settings | {"data": {"name": str(data.absolute())}, "table": table}
+
+
 def _folder(out: Path | None) -> Path | None:
     """Refuse a file as output folder, before anything is loaded."""
     if out is not None and out.is_file():
         raise ValueError(f"--out: {out} is a file; name a folder")
     return out
+
+
+def _old_target(target: str, reach: float | None) -> float:
+    """Read a number given as --target, as it was called before tables had a target column."""
+    try:
+        number = float(target)
+    except ValueError:
+        raise ValueError(
+            f"--target {target} names a column: give the table with --data, or a score to reach "
+            "with --reach"
+        ) from None
+    return number if reach is None else reach
 
 
 def _fresh(name: str) -> Path:
@@ -169,6 +234,11 @@ def _fresh(name: str) -> Path:
 def run(
     config: Annotated[Path | None, typer.Argument(help="A TOML file with settings.")] = None,
     preset: Preset = None,
+    data: DataFile = None,
+    target: Column = None,
+    client: ClientColumn = None,
+    task: TaskName = None,
+    model: Network = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -188,8 +258,10 @@ def run(
     Writes config.toml, rounds.jsonl, summary.json, checkpoint.safetensors and
     model.safetensors into its folder. Ctrl-C finishes the round, saves, and says how to resume.
     """
-    named = _assignments(set_, method=method, seed=seed, rounds=rounds, sim__device=device)
-    experiment = _settings(config, preset, named)
+    named = _assignments(
+        set_, method=method, seed=seed, rounds=rounds, sim__device=device, task=task, model=model
+    )
+    experiment = _settings(config, preset, named, _table(data, target, client, task))
     from fedbasin.experiment.runs import Cell, slug
 
     path = _folder(out) or _fresh(slug(experiment.resolved().method))
@@ -237,9 +309,14 @@ def compare(
     seeds: Seeds = "0,1,2",
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     preset: Preset = None,
+    data: DataFile = None,
+    target: Column = None,
+    client: ClientColumn = None,
+    task: TaskName = None,
+    model: Network = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     device: Device = None,
-    target: Target = None,
+    reach: Reach = None,
     jobs: Jobs = None,
     out: Out = None,
     data_dir: DataDir = None,
@@ -251,19 +328,21 @@ def compare(
     Prints a table and writes report.html and comparison.png beside the runs. To resume a
     stopped comparison, give the same command with the same --out.
     """
-    named = _assignments(set_, rounds=rounds, sim__device=device)
-    base = _settings(config, preset, named)
+    named = _assignments(set_, rounds=rounds, sim__device=device, task=task, model=model)
+    if data is None and target is not None:
+        reach = _old_target(target, reach)
+    base = _settings(config, preset, named, _table(data, target, client, task))
     from fedbasin.experiment.runs import cells
 
     path = _folder(out) or _fresh("compare")
     layout = cells(base, methods, _read_seeds(seeds), path)
-    _compare(layout, base, path, target, data_dir, jobs, log or ())
+    _compare(layout, base, path, reach, data_dir, jobs, log or ())
 
 
 @app.command()
 def demo(
     seeds: Seeds = "0,1,2",
-    target: Target = None,
+    reach: ReachOrTarget = None,
     jobs: Jobs = None,
     out: Out = None,
     set_: Settings = None,
@@ -277,7 +356,7 @@ def demo(
 
     path = _folder(out) or _fresh("demo")
     layout = cells(base, DEMO_METHODS, _read_seeds(seeds), path)
-    _compare(layout, base, path, target, None, jobs)
+    _compare(layout, base, path, reach, None, jobs)
 
 
 @app.command()
@@ -333,40 +412,34 @@ def _compare(
     jobs: int | None,
     log: Sequence[str] = (),
 ) -> None:
-    from fedbasin.experiment.executors import pick_device
+    from fedbasin.api.results import table_of
+    from fedbasin.experiment.sharing import default_jobs
     from fedbasin.report.curves import draw_curves
     from fedbasin.report.page import write_page
     from fedbasin.report.runs import headline_of_runs, read_runs
-    from fedbasin.report.table import cells, summarise
+    from fedbasin.report.table import summarise
+    from fedbasin.report.verdict import verdict
 
     if jobs is None:
-        alone = pick_device(base.sim.device).type != "cpu" or base.sim.executor == "ray"
-        jobs = 1 if alone else min(os.cpu_count() or 1, len(layout))
+        jobs = default_jobs([cell.experiment for cell in layout])
     again = f"the same command and --out {path}"
     run_with_progress(layout, console, data_dir, jobs, log=log, again=again)
     runs = read_runs([cell.path for cell in layout])
     headline = headline_of_runs(runs)
     target = headline.usual_target if target is None else target
-    rows: list[tuple[str, ...]] = [cells(row, headline) for row in summarise(runs, target)]
-    table = Table(
-        title=Text(f"{base.data.name}, {base.partition.how}, {base.rounds} rounds"),
-        caption=f"{headline.words}: mean of the last 10 rounds, ± standard deviation over seeds",
-    )
-    table.add_column("method", overflow="fold", min_width=min(max(len(r[0]) for r in rows), 20))
-    columns = [headline.title, headline.target_title(target), "seconds", "seeds"]
-    if target is None:
-        columns.remove(headline.target_title(target))
-        rows = [(method, score, *others) for method, score, _, *others in rows]
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    title = f"{_data_title(base)}, {base.partition.how}, {base.rounds} rounds"
+    console.print(table_of(summarise(runs, target), headline, title, target))
+    console.print(Text(verdict(runs)), soft_wrap=True)
     figure = draw_curves(
-        runs, path / "comparison.png", title=f"{base.data.name}, {base.partition.how}"
+        runs, path / "comparison.png", title=f"{_data_title(base)}, {base.partition.how}"
     )
     page = write_page(runs, path / "report.html", target=target)
     console.print(Text(f"page: {page}\nfigure: {figure}\nrecords: {path}"), soft_wrap=True)
+
+
+def _data_title(base: Experiment) -> str:
+    """Name the data: a table by its file."""
+    return Path(base.data.name).name if base.table.target else base.data.name
 
 
 def _say_summary(summary: dict[str, Any], path: Path) -> None:

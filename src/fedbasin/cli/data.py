@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import TaskID
 from rich.table import Table
 
-from fedbasin.cli.progress import bar, wide_console
+from fedbasin.api.progress import bar, wide_console
 from fedbasin.data import DataError, Dataset, Fetched, available, describe, fetch
 from fedbasin.data.arrays import Progress as Report
 

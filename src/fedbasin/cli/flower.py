@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from fedbasin.cli.progress import bar, tell_a_log
+from fedbasin.api.progress import bar, tell_a_log
 from fedbasin.core.record import RunFolder, headline_of, latest_score
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table as Grid
 from rich.text import Text
 
-from fedbasin.cli.progress import run_with_progress, wide_console
+from fedbasin.api.progress import run_with_progress, wide_console
 
 if TYPE_CHECKING:
     from fedbasin.papers import Compared, Result, Table

@@ -9,12 +9,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-Target = Annotated[
-    float | None,
-    typer.Option(
-        help="Value of the headline metric for 'rounds to target'; 0.8 for accuracy by default."
-    ),
-]
+_REACH = "Value of the headline metric for 'rounds to target'; 0.8 for accuracy by default."
+Reach = Annotated[float | None, typer.Option("--reach", help=_REACH)]
+ReachOrTarget = Annotated[float | None, typer.Option("--reach", "--target", help=_REACH)]
 
 
 def report(
@@ -22,7 +19,7 @@ def report(
         list[Path], typer.Argument(help="Run folders, or folders that hold some, such as runs/a.")
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
-    target: Target = None,
+    reach: ReachOrTarget = None,
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -53,7 +50,7 @@ def report(
             told.append(f"{run.path}: {run.status} after round {len(run.records)}, counted so far")
         for line in told:
             Console(stderr=True).print(Text(line, style="yellow"), soft_wrap=True)
-    written = [write_page(chosen, out, target=target, baseline=baseline or "fedavg")]
+    written = [write_page(chosen, out, target=reach, baseline=baseline or "fedavg")]
     stem = out.with_suffix("")
     written += write_figures(chosen, stem, "png") if png else []
     written += write_figures(chosen, stem, "svg") if svg else []

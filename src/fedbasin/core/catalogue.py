@@ -120,11 +120,15 @@ def entry(
     down: float = 1.0,
     up: float = 1.0,
 ) -> Callable[[T], T]:
-    """Enter a frozen dataclass or a function in the catalogue; a name taken twice is an error."""
+    """Enter a frozen dataclass or a function in the catalogue.
+
+    A name that another thing has is an error. The same definition executed again, as in a notebook
+    cell that is run twice, replaces the earlier one.
+    """
 
     def enter(make: T) -> T:
         title = name or make.__name__.lower()
-        if title in CATALOGUE:
+        if title in CATALOGUE and not _is_redefined(CATALOGUE[title], kind, make):
             taken = CATALOGUE[title].make
             raise ValueError(
                 f"the name {title!r} is taken by {taken.__module__}.{taken.__qualname__}; "
@@ -136,6 +140,12 @@ def entry(
         return make
 
     return enter
+
+
+def _is_redefined(card: Card, kind: Kind, make: Callable[..., Any]) -> bool:
+    """Whether a definition is that of the card, executed again."""
+    before = (card.kind, card.make.__module__, card.make.__qualname__)
+    return before == (kind, make.__module__, make.__qualname__)
 
 
 def cards(kind: Kind) -> list[Card]:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import math
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -75,6 +77,58 @@ def text(thing: object) -> str:
         if card.make is type(thing):
             return _call(card, {p.name: getattr(thing, p.name) for p in card.parameters})
     return _literal(thing)
+
+
+def written(thing: object, kind: Kind) -> str:
+    """Write what may stand for an entry of one kind: text, an object, a class or a function.
+
+    Args:
+        thing: an expression, an object built from the catalogue, or what `entry` entered.
+        kind: the family it must belong to; other kinds are refused when the text is parsed.
+    """
+    if isinstance(thing, str):
+        return thing
+    for card in CATALOGUE.values():
+        if card.make is thing:
+            return title(card)
+    if isinstance(thing, Choice) or any(card.make is type(thing) for card in CATALOGUE.values()):
+        return text(thing)
+    raise ExpressionError(
+        f"{thing!r:.80} is not in the catalogue: give an expression such as "
+        f"{cards(kind)[0].name!r}, or enter your own with @entry({kind!r})"
+    )
+
+
+def constructor(card: Card) -> Callable[..., Any]:
+    """Return what Python code calls to make an entry: ``fb.ima(fb.scaffold(), window=5)``.
+
+    It is the class itself. For a function of the catalogue it is a function that takes the
+    hyper-parameters alone and returns a `Choice`.
+    """
+    if not card.is_function:
+        return card.make
+    parameters = [
+        inspect.Parameter(
+            p.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=p.default, annotation=p.type
+        )
+        for p in sorted(card.parameters, key=lambda p: not p.required)
+    ]
+    signature = inspect.Signature(parameters, return_annotation=Choice)
+
+    def make(*args: Any, **kwargs: Any) -> Choice:
+        given = signature.bind(*args, **kwargs).arguments
+        for parameter in card.parameters:
+            if parameter.name in given:
+                given[parameter.name] = _fitted(card, parameter, given[parameter.name])
+        choice: Choice = _make(card, given)
+        return choice
+
+    make.__name__ = card.name
+    make.__qualname__ = card.name
+    make.__doc__ = inspect.getdoc(card.make)
+    make.__module__ = card.make.__module__
+    make.__signature__ = signature  # type: ignore[attr-defined]
+    return make
 
 
 def _call(card: Card, given: dict[str, Any]) -> str:
@@ -211,7 +265,10 @@ def _unknown_argument(card: Card, name: str | None, valid: list[str]) -> str:
 
 
 def _value(card: Card, parameter: Parameter, node: ast.expr) -> Any:
-    value = _read(node)
+    return _fitted(card, parameter, _read(node))
+
+
+def _fitted(card: Card, parameter: Parameter, value: Any) -> Any:
     fitted = fit(value, parameter.type)
     if fitted is _NO_FIT:
         raise ExpressionError(

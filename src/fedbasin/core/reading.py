@@ -129,9 +129,13 @@ class Reader:
 
 
 def _hints(cls: Any) -> dict[str, Any]:
-    """Return the types of a dataclass's fields."""
+    """Return the types of a dataclass's fields, without those that no file can give."""
     hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls)}
+    return {
+        field.name: hints[field.name]
+        for field in fields(cls)
+        if not field.metadata.get("in_memory")
+    }
 
 
 def _required(cls: Any) -> list[str]:

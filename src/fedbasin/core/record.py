@@ -248,6 +248,16 @@ class RunFolder:
         return self.path / "model.safetensors"
 
     @property
+    def interface(self) -> Path:
+        """What the network takes and gives."""
+        return self.path / "interface.json"
+
+    @property
+    def encoding(self) -> Path:
+        """How the columns of a table became numbers."""
+        return self.path / "encoding.json"
+
+    @property
     def archive(self) -> Path:
         """Models of clients that a method keeps on disk."""
         return self.path / "archive"

@@ -254,7 +254,7 @@ def resolve(name: str) -> tuple[Source, ...]:
         hint = nearest(name.lower().replace("_", "-"), known)
         raise DataError(
             f"unknown dataset {name!r}: {hint} (write others on the hub as {_HF_FORM}, and give "
-            "arrays of your own in Python as dataset=, when a run is resumed too)"
+            "arrays of your own in Python as data=, when a run is resumed too)"
         )
     return SOURCES[name]
 

@@ -13,6 +13,7 @@ from fedbasin.experiment.config import LocalConfig as LocalConfig
 from fedbasin.experiment.config import PartitionConfig as PartitionConfig
 from fedbasin.experiment.config import SimConfig as SimConfig
 from fedbasin.experiment.config import SnapshotConfig as SnapshotConfig
+from fedbasin.experiment.config import TableConfig as TableConfig
 from fedbasin.experiment.config import from_mapping as from_mapping
 from fedbasin.experiment.runs import compare as compare
 from fedbasin.experiment.runs import resume as resume

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedbasin import data
 from fedbasin.core.archive import Archive
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.evaluator import Evaluator
@@ -21,12 +20,15 @@ from fedbasin.core.method import Context, Method
 from fedbasin.core.needs import NeedError, check_network
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
-from fedbasin.core.rng import Key, root, torch_draws_from
+from fedbasin.core.rng import Key, root
 from fedbasin.core.task import Targets, Task
+from fedbasin.data import Dataset, Rows
 from fedbasin.experiment.checks import check_needs, log_cautions
 from fedbasin.experiment.config import ConfigError, Experiment
 from fedbasin.experiment.executors import pick_device, pick_executor, pick_precision
-from fedbasin.experiment.rows import cut_rows, transform_of
+from fedbasin.experiment.interface import Interface
+from fedbasin.experiment.network import network_of
+from fedbasin.experiment.rows import cut_rows, dataset_of, transform_of
 from fedbasin.experiment.training import optimiser_of, schedule_of
 from fedbasin.local import Trainer
 from fedbasin.models.atoms import SymmetryError
@@ -40,7 +42,7 @@ def build(
     experiment: Experiment,
     *,
     data_dir: Path | None = None,
-    dataset: data.Dataset | None = None,
+    data: Dataset | None = None,
     archive: Archive | None = None,
     client_archive: Archive | None = None,
 ) -> Federation:
@@ -49,28 +51,28 @@ def build(
     Args:
         experiment: the settings.
         data_dir: a local mirror of the datasets.
-        dataset: data in memory, in place of what `data.name` says.
+        data: data in memory, in place of what `data.name` says.
         archive: files for models that the method keeps.
         client_archive: files for the clients' states, if these do not fit in memory.
     """
+    if data is not None:
+        experiment = experiment.using(replace(experiment.objects, data=data))
     experiment = experiment.resolved()
     check_needs(experiment)
     device = pick_device(experiment.sim.device)
     dtype = pick_precision(experiment.sim.precision, device)
     key = root(experiment.seed)
-    if dataset is None:
-        dataset = data.load(experiment.data.name, data_dir=data_dir)
+    dataset = dataset_of(experiment, data_dir)
     task: Task = parse(experiment.task, "task")
     outputs = _outputs(task, dataset)
     rows = cut_rows(experiment, dataset)
     method: Method = parse(experiment.method, "method")
     shape = tuple(rows.splits.train.inputs.shape[1:])
-    with torch_draws_from(key.fold("model")):
-        module = parse(experiment.model, "model")(shape, outputs)
+    module = network_of(experiment, shape, outputs, key.fold("model"))
     net = Net(module, device, dtype, mixed=experiment.sim.precision == "bf16")
     transform = transform_of(dataset, experiment.data, dtype)
 
-    def evaluator_of(part: data.Rows) -> Evaluator:
+    def evaluator_of(part: Rows) -> Evaluator:
         inputs, labels = _on_device(part, device)
         return Evaluator(net, inputs, labels, transform, task, experiment.sim.metrics)
 
@@ -135,10 +137,12 @@ def build(
             rows.parts.clients,
             (dataset.train.inputs, dataset.test.inputs),
         ),
+        interface=Interface.of(dataset, outputs, transform.func).to_json(),
+        encoding="" if dataset.encoding is None else dataset.encoding.to_json(),
     )
 
 
-def _outputs(task: Task, dataset: data.Dataset) -> int:
+def _outputs(task: Task, dataset: Dataset) -> int:
     """Return how many outputs the network has; refuse targets that the task is not for."""
     labels = dataset.train.labels
     columns = 1 if labels.ndim == 1 else int(labels.shape[1])
@@ -185,7 +189,7 @@ def _context(experiment: Experiment, net: Net, population: Population, key: Key)
     )
 
 
-def _on_device(part: data.Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+def _on_device(part: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
     return as_tensor(part.inputs, device), as_tensor(part.labels, device)
 
 

@@ -7,17 +7,19 @@ ones; values are checked when the configuration is made, so a bad one costs no t
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from fedbasin.core.catalogue import Kind, card_of
-from fedbasin.core.expressions import ExpressionError, parse, text, title
+from fedbasin.core.catalogue import CATALOGUE, Kind, card_of
+from fedbasin.core.expressions import Choice, ExpressionError, parse, text, title, written
 from fedbasin.core.reading import Reader
 from fedbasin.core.settings import write_toml
 from fedbasin.core.suggest import nearest
+from fedbasin.experiment.objects import Objects, model_name
 from fedbasin.local.optimisers import SGD
 
 
@@ -25,12 +27,21 @@ class ConfigError(ValueError):
     """A setting that cannot be used: the field, the value and what to write instead."""
 
 
+def _expression(default: str | tuple[str, ...], kind: Kind) -> Any:
+    """A setting that is an expression of one kind, or several; objects of that kind stand for it.
+
+    Objects are replaced by their text, so a configuration compares, hashes and writes as text.
+    """
+    return field(default=default, metadata={"kind": kind})
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Which data, and how it is cut.
 
     Args:
-        name: a dataset of ``fedbasin data list``, or ``hf:owner/name``.
+        name: a dataset of ``fedbasin data list``, ``hf:owner/name``, or with `table.target` the
+            path of a CSV or parquet file.
         imbalance: long tail of the training classes, smallest over largest (1 keeps all rows).
         proxy_per_class: rows of each class set aside for the server.
         proxy_rows: rows set aside for the server, drawn from all alike whatever their class: for
@@ -55,19 +66,56 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class TableConfig:
+    """How a table file becomes inputs, targets and clients; used where `target` is set.
+
+    Args:
+        target: the columns to predict.
+        client: the column that names each row's client; empty deals rows by `partition.how`.
+        features: the columns to predict from; empty takes all others.
+        drop: columns to leave out.
+        categories: text columns as 0/1 columns (``"onehot"``) or as numbers to embed.
+        missing: missing numbers become the training rows' ``"mean"``, also get a 0/1 column
+            (``"indicator"``), or are refused.
+        missing_target: rows without a target are refused or dropped.
+        most_categories: a text column with more values is refused.
+        classes: whether the target's values are classes; ``"auto"`` decides by the column's type.
+        test: another file that holds the rows to score; empty holds out `test_share`.
+        test_share: share of the rows to score.
+        test_by: which rows these are: ``"rows"`` drawn at random, all rows of some ``"clients"``,
+            or the latest by `time`.
+        time: the column that `test_by = "time"` orders rows by.
+    """
+
+    target: tuple[str, ...] = ()
+    client: str = ""
+    features: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    categories: Literal["onehot", "index"] = "onehot"
+    missing: Literal["mean", "indicator", "refuse"] = "mean"
+    missing_target: Literal["refuse", "drop"] = "refuse"
+    most_categories: int = 100
+    classes: Literal["auto", "yes", "no"] = "auto"
+    test: str = ""
+    test_share: float = 0.2
+    test_by: Literal["rows", "clients", "time"] = "rows"
+    time: str = ""
+
+
+@dataclass(frozen=True)
 class PartitionConfig:
     """Who holds which rows.
 
     Args:
         how: a partition, such as ``"dirichlet(alpha=0.1)"``.
-        clients: number of clients, N.
+        clients: number of clients, N; 0 with ``"natural"`` is every client that the data names.
         seed: fixes the partition apart from the run's seed; -1 follows the run's seed.
         hold_out: share of every client's rows that it does not train on, as in code that keeps
             them for validation at home.
         corrupted: share of clients that have two labels exchanged, a class they hold and another.
     """
 
-    how: str = "dirichlet(alpha=0.1)"
+    how: str = _expression("dirichlet(alpha=0.1)", "partition")
     clients: int = 50
     seed: int = -1
     hold_out: float = 0.0
@@ -99,8 +147,8 @@ class LocalConfig:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float = 0.0
-    schedule: str = "constant"
-    optimiser: str = "sgd"
+    schedule: str = _expression("constant", "schedule")
+    optimiser: str = _expression("sgd", "optimiser")
     keep_optimiser: bool = False
 
 
@@ -136,7 +184,7 @@ class SimConfig:
             FedDyn, ...); where they need more it lies in the run's folder.
     """
 
-    participation: str = "fraction(rate=0.1)"
+    participation: str = _expression("fraction(rate=0.1)", "participation")
     dropout: float = 0.0
     executor: Literal["auto", "loop", "cohort", "ray"] = "auto"
     workers: int = 0
@@ -150,7 +198,7 @@ class SimConfig:
     evaluate_every: int = 1
     evaluate_last: int = 10
     evaluate_train: bool = False
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = _expression((), "metric")
     checkpoint_every: int = 10
     client_memory: float = 2.0
 
@@ -179,84 +227,193 @@ class SnapshotConfig:
 class Experiment:
     """A whole run.
 
+    An expression may be given as text or as an object: ``"ima(window=3)"`` or ``fb.ima(window=3)``.
+    A section may be given as a mapping: ``local={"lr": 0.05}``.
+
     Args:
         method: how the server merges, such as ``"fedavg"`` or ``"scaffold(server_lr=0.5)"``.
-        model: the network, such as ``"mlp(widths=(64,))"``.
+        model: the network, such as ``"mlp(widths=(64,))"``; or a module, whose weights are the
+            start; or a function ``(shape, outputs) -> torch.nn.Module``.
         task: what its outputs mean, such as ``"classification"`` or ``"regression"``.
         seed: the randomness of everything.
         rounds: how many rounds.
+        init: a safetensors file with the weights to start from; empty for the network's own.
         data: which data.
+        table: how a table becomes inputs, targets and clients.
         partition: who holds it.
         local: how clients train.
         sim: how the federation is simulated.
         snapshots: which models are kept for analyses.
+        objects: data and network in memory; the file of settings holds their names alone.
     """
 
-    method: str = "fedavg"
-    model: str = "mlp"
-    task: str = "classification"
+    method: str = _expression("fedavg", "method")
+    model: str = _expression("mlp", "model")
+    task: str = _expression("classification", "task")
     seed: int = 0
     rounds: int = 100
+    init: str = ""
     data: DataConfig = field(default_factory=DataConfig)
+    table: TableConfig = field(default_factory=TableConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     sim: SimConfig = field(default_factory=SimConfig)
     snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
+    objects: Objects = field(
+        default_factory=Objects, repr=False, compare=False, metadata={"in_memory": True}
+    )
 
     def __post_init__(self) -> None:
+        _read_sections(self)
+        _keep_objects(self)
+        _write_expressions(self)
         for check in _CHECKS:
             check(self)
 
     def resolved(self) -> Experiment:
         """Return the same run with expressions in canonical form and a fixed partition seed."""
-        written: dict[str, str] = {
-            name: text(parse(getattr(self, name), kind)) for name, kind in _TOP
-        }
         seed = self.seed if self.partition.seed < 0 else self.partition.seed
-        return replace(
-            self,
-            **written,  # type: ignore[arg-type]
-            partition=replace(
-                self.partition, how=text(parse(self.partition.how, "partition")), seed=seed
-            ),
-            local=replace(
-                self.local,
-                schedule=text(parse(self.local.schedule, "schedule")),
-                optimiser=text(parse(self.local.optimiser, "optimiser")),
-            ),
-            sim=replace(
-                self.sim, participation=text(parse(self.sim.participation, "participation"))
-            ),
-        )
+        resolved = replace(self, partition=replace(self.partition, seed=seed))
+        for path, value, kind in _expressions(self):
+            section, _, name = path.rpartition(".")
+            canonical = _each(value, partial(_canonical, kind=kind))
+            if section:
+                part = replace(getattr(resolved, section), **{name: canonical})
+                resolved = replace(resolved, **{section: part})
+            else:
+                resolved = replace(resolved, **{name: canonical})
+        return resolved
+
+    def settings(self) -> dict[str, Any]:
+        """Return every setting, nested by section."""
+        everything = asdict(replace(self, objects=Objects()))
+        del everything["objects"]
+        return everything
 
     def to_toml(self) -> str:
         """Write every setting as TOML."""
-        return write_toml(asdict(self))
+        return write_toml(self.settings())
+
+    def using(self, objects: Objects) -> Experiment:
+        """Return the same run with these objects; the settings hold their names."""
+        data = self.data
+        if objects.data is not None:
+            data = replace(data, name=objects.data.name)
+        model: Any = self.model if objects.model is None else objects.model
+        return replace(self, objects=objects, data=data, model=model)
 
 
-_TOP: tuple[tuple[str, Kind], ...] = (
-    ("method", "method"),
-    ("model", "model"),
-    ("task", "task"),
-)
+def _keep_objects(experiment: Experiment) -> None:
+    """Keep a network that is given as an object; forget objects that the settings do not name."""
+    objects = experiment.objects
+    if objects.data is not None and objects.data.name != experiment.data.name:
+        objects = replace(objects, data=None)
+    model: object = experiment.model
+    if isinstance(model, str | Choice) or _is_entered(model):
+        if objects.model is not None and str(model) != _given(objects.model):
+            objects = replace(objects, model=None)
+    elif callable(model):  # a module is callable too
+        objects = replace(objects, model=model)
+        object.__setattr__(experiment, "model", _given(model))
+    else:
+        raise ConfigError(
+            f"model is {model!r:.80}: give an expression such as 'mlp', a torch.nn.Module, or a "
+            "function (shape, outputs) -> torch.nn.Module"
+        )
+    object.__setattr__(experiment, "objects", objects)
+
+
+def _given(model: object) -> str:
+    """Return the expression that stands for a network given as an object."""
+    return text(Choice("given", (("name", model_name(model)),)))
+
+
+def _is_entered(thing: object) -> bool:
+    return any(card.make is thing for card in CATALOGUE.values())
+
+
+def _read_sections(experiment: Experiment) -> None:
+    """Read sections that are given as mappings."""
+    for name, section in _SECTIONS.items():
+        value: object = getattr(experiment, name)
+        if isinstance(value, section):
+            continue
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"{name} is {value!r:.80}: give {section.__name__}(...), or a mapping such as "
+                f"{{{fields(section)[0].name!r}: ...}}"
+            )
+        kinds = {e.name: e.metadata["kind"] for e in fields(section) if "kind" in e.metadata}
+        as_text = {
+            key: _as_text(f"{name}.{key}", one, kinds[key]) if key in kinds else one
+            for key, one in value.items()
+        }
+        read = Reader(ConfigError, noun="setting").read(section, as_text, name)
+        object.__setattr__(experiment, name, read)
+
+
+def _write_expressions(experiment: Experiment) -> None:
+    """Replace objects of the catalogue by their expressions."""
+    for path, value, kind in _expressions(experiment):
+        as_text = _as_text(path, value, kind)
+        if as_text is value:
+            continue
+        section, _, name = path.rpartition(".")
+        if section:
+            part = replace(getattr(experiment, section), **{name: as_text})
+            object.__setattr__(experiment, section, part)
+        else:
+            object.__setattr__(experiment, name, as_text)
+
+
+def _as_text(path: str, value: Any, kind: Kind) -> Any:
+    """Return the text of one expression, or of several; what is text already stays the object."""
+    if isinstance(value, str) or (
+        isinstance(value, tuple) and all(isinstance(one, str) for one in value)
+    ):
+        return value
+    try:
+        return _each(value, partial(written, kind=kind))
+    except ExpressionError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _canonical(source: str, kind: Kind) -> str:
+    return text(parse(source, kind))
+
+
+def _each(value: Any, change: Callable[[Any], str]) -> Any:
+    """Change one expression, or each of several."""
+    return tuple(map(change, value)) if isinstance(value, tuple | list) else change(value)
+
+
+def _expressions(experiment: Experiment) -> Iterator[tuple[str, Any, Kind]]:
+    """Yield every setting that is an expression: where it stands, its value and its kind."""
+    places = [("", experiment)]
+    places += [(f"{name}.", getattr(experiment, name)) for name in _SECTIONS]
+    for before, section in places:
+        for each in fields(section):
+            if "kind" in each.metadata:
+                yield f"{before}{each.name}", getattr(section, each.name), each.metadata["kind"]
 
 
 def _check_expressions(experiment: Experiment) -> None:
-    kinds: list[tuple[str, str, Kind]] = [
-        ("method", experiment.method, "method"),
-        ("model", experiment.model, "model"),
-        ("task", experiment.task, "task"),
-        *(("sim.metrics", metric, "metric") for metric in experiment.sim.metrics),
-        ("partition.how", experiment.partition.how, "partition"),
-        ("local.schedule", experiment.local.schedule, "schedule"),
-        ("local.optimiser", experiment.local.optimiser, "optimiser"),
-        ("sim.participation", experiment.sim.participation, "participation"),
-    ]
-    for name, source, kind in kinds:
-        try:
-            parse(source, kind)
-        except ExpressionError as error:
-            raise ConfigError(f"{name}: {error}") from error
+    for path, value, kind in _expressions(experiment):
+        for source in value if isinstance(value, tuple) else (value,):
+            try:
+                parse(source, kind)
+            except ExpressionError as error:
+                raise ConfigError(f"{path}: {error}") from error
+
+
+_SECTIONS: dict[str, type[Any]] = {
+    "data": DataConfig,
+    "table": TableConfig,
+    "partition": PartitionConfig,
+    "local": LocalConfig,
+    "sim": SimConfig,
+    "snapshots": SnapshotConfig,
+}
 
 
 def _check_proxy(data: DataConfig) -> None:
@@ -279,7 +436,7 @@ def _check_ranges(experiment: Experiment) -> None:
         ("seed", experiment.seed, 0),
         ("data.proxy_per_class", experiment.data.proxy_per_class, 0),
         ("data.proxy_rows", experiment.data.proxy_rows, 0),
-        ("partition.clients", experiment.partition.clients, 1),
+        ("partition.clients", experiment.partition.clients, 0),
         ("partition.seed", experiment.partition.seed, -1),
         ("local.lr", experiment.local.lr, 0),
         ("local.epochs", experiment.local.epochs, 1),
@@ -301,6 +458,7 @@ def _check_ranges(experiment: Experiment) -> None:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
     shares = [
         ("partition.hold_out", experiment.partition.hold_out),
+        ("table.test_share", experiment.table.test_share),
         ("local.momentum", experiment.local.momentum),
         ("sim.dropout", experiment.sim.dropout),
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbasin.experiment.child_process import interrupts_blocked, prepare_worker
+from fedbasin.experiment.sharing import from_main, main_script_hidden
 from fedbasin.sim.runner import Interrupted
 
 if TYPE_CHECKING:
@@ -21,18 +22,38 @@ Outcome = dict[str, Any] | Exception
 class _WorkerProcess:
     """A process that does one run after another. It has its own pool, so it fails alone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, needs_main: bool) -> None:
         self._folder = folder
+        self._needs_main = needs_main
         spawn = get_context("spawn")
         self.pool = ProcessPoolExecutor(1, spawn, initializer=prepare_worker, initargs=(folder,))
 
     def submit(self, work: Work, cell: Cell) -> Future[dict[str, Any]]:
-        with interrupts_blocked():  # the new process unblocks them once it is ready
+        hidden = main_script_hidden(not self._needs_main)
+        with interrupts_blocked(), hidden:  # the new process unblocks them once it is ready
             try:
-                return self.pool.submit(work, cell)
+                return self.pool.submit(work, cell.without_data())
             except BrokenProcessPool:
-                self.pool = _WorkerProcess(self._folder).pool
-                return self.pool.submit(work, cell)
+                self.pool = _WorkerProcess(self._folder, self._needs_main).pool
+                return self.pool.submit(work, cell.without_data())
+
+
+def _why_killed(mine: list[str]) -> str:
+    """Say why a process may have ended twice before its run did.
+
+    Args:
+        mine: what the runs use that is defined in the main script.
+    """
+    memory = (
+        "its process was killed twice, as happens for want of memory; run fewer at once (--jobs) "
+        "and give the same command again"
+    )
+    if not mine:
+        return memory
+    return (
+        f"{memory}. It also happens where a script that defines {', '.join(mine)} starts runs "
+        'outside of if __name__ == "__main__":'
+    )
 
 
 def outcomes(
@@ -63,7 +84,8 @@ def _one_by_one(work: Work, layout: list[Cell], more: More) -> Iterator[tuple[Ce
 def _in_parallel(
     work: Work, layout: list[Cell], jobs: int, more: More, folder: Path
 ) -> Iterator[tuple[Cell, Outcome]]:
-    free = [_WorkerProcess(folder) for _ in range(jobs)]
+    mine = from_main([cell.experiment for cell in layout])
+    free = [_WorkerProcess(folder, bool(mine)) for _ in range(jobs)]
     begun = 0
     retried: set[Path] = set()
     running: dict[Future[dict[str, Any]], tuple[Cell, _WorkerProcess]] = {}
@@ -85,10 +107,7 @@ def _in_parallel(
                     continue
                 free.append(worker)
                 if isinstance(failed, BrokenProcessPool):
-                    failed = RuntimeError(
-                        f"{cell.path}: its process was killed twice, as happens for want of "
-                        "memory; run fewer at once (--jobs) and give the same command again"
-                    )
+                    failed = RuntimeError(f"{cell.path}: {_why_killed(mine)}")
                 if isinstance(failed, Interrupted) or not isinstance(failed, Exception | None):
                     raise failed
                 yield cell, failed or future.result()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedbasin import data, partition
@@ -26,6 +28,34 @@ class Rows:
     parts: partition.Partition
     classes: int
     corrupted: frozenset[int] = frozenset()  # clients with exchanged labels
+
+
+def dataset_of(experiment: Experiment, data_dir: Path | None) -> data.Dataset:
+    """Return the data of a run: in memory, from a table file, or by its name."""
+    given = experiment.objects.data
+    if given is not None and given.name == experiment.data.name:
+        return given
+    table = experiment.table
+    if not table.target:
+        return data.load(experiment.data.name, data_dir=data_dir)
+    try:
+        return data.from_table(
+            Path(experiment.data.name),
+            table.target if len(table.target) > 1 else table.target[0],
+            table.client or None,
+            features=table.features or None,
+            drop=table.drop,
+            categories=table.categories,
+            missing=table.missing,
+            missing_target=table.missing_target,
+            most_categories=table.most_categories,
+            classes={"auto": None, "yes": True, "no": False}[table.classes],
+            test=Path(table.test) if table.test else table.test_share,
+            test_by=table.test_by,
+            time=table.time or None,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
@@ -52,8 +82,14 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         proxy = _thin_proxy(proxy, settings, classes, key)
     how: Choice = parse(experiment.partition.how, "partition")
     pool = partition.Pool(train.labels, classes, train.groups)  # 0 classes: targets without any
+    clients = experiment.partition.clients or _named_clients(train)
+    if not clients:
+        raise ConfigError(
+            "partition.clients is 0, which is every client that the data names, and "
+            f"{dataset.name} names none: give a number, or a client column (table.client)"
+        )
     try:
-        parts = how(pool, experiment.partition.clients, key.fold("partition").numpy())
+        parts = how(pool, clients, key.fold("partition").numpy())
     except ValueError as error:
         raise ConfigError(f"partition.how, {how}: {error}") from error
     if experiment.partition.hold_out:
@@ -70,6 +106,11 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         corrupted = frozenset(i for i, mine in enumerate(parts.clients) if changed[mine].any())
         train = replace(train, labels=labels)
     return Rows(data.Splits(train, proxy, splits.test), parts, classes, corrupted)
+
+
+def _named_clients(rows: data.Rows) -> int:
+    """Count the clients that the rows name; 0 where they name none."""
+    return 0 if rows.groups is None else len(np.unique(rows.groups))
 
 
 def _thin_proxy(proxy: data.Rows, settings: DataConfig, classes: int, key: Key) -> data.Rows:

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.lock import Busy, alone_in
@@ -31,13 +32,15 @@ from fedbasin.experiment.checks import check_needs
 from fedbasin.experiment.child_process import run_in_progress, warn_once
 from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
 from fedbasin.experiment.executors import pick_device
+from fedbasin.experiment.objects import Factory, Objects, model_name, record_model
 from fedbasin.experiment.pool import outcomes
+from fedbasin.experiment.sharing import StoredDataset, jobs_for, store_all
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
 from fedbasin.sim.runner import Interrupted, start_from_prefix
 from fedbasin.sinks import Target, refuse_across_processes, sinks_of
 
-OnRound = Callable[[RoundRecord], None]
+OnRound = Callable[[RoundRecord], bool | None]
 # Settings that change no result: they may be edited in config.toml before a run is resumed.
 _FREE = ("device", "workers", "address", "chunk", "memory", "client_memory", "checkpoint_every")
 
@@ -60,7 +63,8 @@ def run(
     out: Path | str,
     *,
     data_dir: Path | None = None,
-    dataset: Dataset | None = None,
+    data: Dataset | None = None,
+    model: nn.Module | Factory | None = None,
     branch: Branch | None = None,
     branching: Collection[int] = (),
     on_round: OnRound | None = None,
@@ -73,8 +77,9 @@ def run(
         experiment: what to run.
         out: the run's folder; one that holds a run already is refused.
         data_dir: a local mirror of the datasets.
-        dataset: data in memory, in place of what `data.name` says; its name goes into the records.
+        data: data in memory, in place of what `data.name` says; its name goes into the records.
             To resume the run, give the same data again.
+        model: a network as an object, in place of what `model` says; likewise.
         branch: another run to take the first rounds from.
         branching: rounds after which a checkpoint is kept for other runs to start from.
         on_round: called with each round's record.
@@ -86,10 +91,8 @@ def run(
     sinks = sinks_of(log)  # before any work: a package may be missing
     folder = RunFolder(Path(out))
     _refuse_begun(folder, branch)
-    experiment = experiment.resolved()
-    if dataset is not None:
-        experiment = replace(experiment, data=replace(experiment.data, name=dataset.name))
-    with closing(_federation(experiment, folder, data_dir, dataset)) as federation:
+    experiment = experiment.using(_objects(experiment, data, model)).resolved()
+    with closing(_federation(experiment, folder, data_dir)) as federation:
         _announce_snapshots(federation, folder)
         folder.path.mkdir(parents=True, exist_ok=True)
         with alone_in(folder.path):
@@ -97,6 +100,7 @@ def run(
             if branch is not None:
                 start_from_prefix(federation, folder, RunFolder(branch.prefix), branch.round)
                 write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
+            _record_objects(experiment, federation, folder)
             write_atomically(folder.begun, experiment.to_toml())
             write_atomically(folder.config, experiment.to_toml())
             log_of_run = _log(experiment, folder, sinks, root)
@@ -119,7 +123,8 @@ def resume(
     out: Path | str,
     *,
     data_dir: Path | None = None,
-    dataset: Dataset | None = None,
+    data: Dataset | None = None,
+    model: nn.Module | Factory | None = None,
     branching: Collection[int] = (),
     on_round: OnRound | None = None,
     log: Sequence[Target] = (),
@@ -130,7 +135,9 @@ def resume(
     Args:
         out: the run's folder.
         data_dir: a local mirror of the datasets.
-        dataset: the data in memory that the run was started with; other data is refused.
+        data: the data in memory that the run was started with; other data is refused.
+        model: the network, or the function that makes it, that the run was started with; others
+            are refused.
         branching: rounds after which a checkpoint is kept for other runs to start from.
         on_round: called with each round's record.
         log: where else records go, as in `run`.
@@ -144,10 +151,12 @@ def resume(
         return folder.read_summary()
     experiment = read_experiment(folder.config)
     _refuse_edited(folder, experiment)
+    experiment = _with_same_objects(folder, experiment, Objects(data, model))
     with (
         alone_in(folder.path),
-        closing(_federation(experiment, folder, data_dir, dataset)) as federation,
+        closing(_federation(experiment, folder, data_dir)) as federation,
     ):
+        _record_objects(experiment, federation, folder)
         log_of_run = _log(experiment, folder, sinks, root)
         return _run(experiment, federation, folder, branching, on_round, log_of_run)
 
@@ -198,14 +207,44 @@ def _log(
     return Log(sinks, folder.path, root or folder.path, settings)
 
 
-def _federation(
-    experiment: Experiment, folder: RunFolder, data_dir: Path | None, dataset: Dataset | None
-) -> Federation:
+def _objects(
+    experiment: Experiment, data: Dataset | None, model: nn.Module | Factory | None
+) -> Objects:
+    """Return the objects of a run: those given to it win over those of the experiment."""
+    known = experiment.objects
+    return Objects(known.data if data is None else data, known.model if model is None else model)
+
+
+def _with_same_objects(folder: RunFolder, experiment: Experiment, objects: Objects) -> Experiment:
+    """Return a run that is resumed with its objects; refuse others by their names."""
+    asked = experiment.using(objects)
+    if asked.data.name != experiment.data.name:
+        raise RecordError(
+            f"{folder.path} was begun on other data: {experiment.data.name}, and data= is "
+            f"{asked.data.name}; give it the data it was begun on, or start again in a new folder"
+        )
+    if asked.model != experiment.model:
+        raise RecordError(
+            f"{folder.path} was begun with the network {experiment.model}, and model= is "
+            f"{asked.model}; give it the network it was begun with, or start again in a new folder"
+        )
+    return asked
+
+
+def _record_objects(experiment: Experiment, federation: Federation, folder: RunFolder) -> None:
+    """Record what the network takes, how tables are encoded, and the start of a given network."""
+    write_atomically(folder.interface, federation.interface)
+    if experiment.objects.model is not None:
+        record_model(folder, model_name(experiment.objects.model), federation.net)
+    if federation.encoding:
+        write_atomically(folder.encoding, federation.encoding)
+
+
+def _federation(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Federation:
     """Build the federation of a run; its archive and snapshots lie in the run's folder."""
     federation = build(
         experiment,
         data_dir=data_dir,
-        dataset=dataset,
         archive=Archive(folder.archive),
         client_archive=Archive(folder.clients),
     )
@@ -271,6 +310,11 @@ class Cell:
     branching: tuple[int, ...] = ()
     root: Path | None = None
 
+    def without_data(self) -> Cell:
+        """Return the cell as it is sent to another process, which maps the data from files."""
+        objects = replace(self.experiment.objects, data=None)
+        return replace(self, experiment=replace(self.experiment, objects=objects))
+
 
 OnCell = Callable[[Cell, dict[str, Any] | Exception], None]
 More = Callable[[], list[Cell]]
@@ -322,7 +366,13 @@ def run_cell(
         if folder.summary.exists() and folder.read_summary().get("status") == "diverged":
             return folder.read_summary()
         return resume(
-            cell.path, data_dir=data_dir, branching=cell.branching, log=log, root=cell.root
+            cell.path,
+            data_dir=data_dir,
+            data=cell.experiment.objects.data,
+            model=cell.experiment.objects.model,
+            branching=cell.branching,
+            log=log,
+            root=cell.root,
         )
     except Diverged:
         return folder.read_summary()
@@ -361,8 +411,13 @@ def run_cells(
     refuse_across_processes(log, jobs)
     summaries: dict[Path, dict[str, Any]] = {}
     busy: list[str] = []
-    work = partial(run_cell if jobs == 1 else _run_in_child, data_dir=data_dir, log=log)
+    experiments = [cell.experiment for cell in layout]
+    jobs = jobs_for(experiments, jobs)
     with warn_once() as folder:
+        work: Callable[[Cell], dict[str, Any]] = partial(run_cell, data_dir=data_dir, log=log)
+        if jobs > 1:
+            stored = store_all(experiments, folder)
+            work = partial(_run_in_child, data_dir=data_dir, log=log, stored=stored)
         for cell, outcome in outcomes(work, layout, jobs, more, folder):
             if on_cell is not None:
                 on_cell(cell, outcome)
@@ -377,8 +432,14 @@ def run_cells(
     return [summaries[cell.path] for cell in layout if cell.path in summaries]
 
 
-def _run_in_child(cell: Cell, data_dir: Path | None, log: Sequence[Target]) -> dict[str, Any]:
+def _run_in_child(
+    cell: Cell, data_dir: Path | None, log: Sequence[Target], stored: Mapping[str, StoredDataset]
+) -> dict[str, Any]:
     """Run a cell in a child process; unexpected errors are returned as text."""
+    if cell.experiment.data.name in stored:
+        data = stored[cell.experiment.data.name].open()
+        objects = replace(cell.experiment.objects, data=data)
+        cell = replace(cell, experiment=replace(cell.experiment, objects=objects))
     try:
         with run_in_progress():
             return run_cell(cell, data_dir, log)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbasin import data
 from fedbasin.analyze import AnalysisError, Data, Subject
 from fedbasin.core.expressions import parse
 from fedbasin.core.metric import metrics_of
@@ -60,7 +59,8 @@ def _load(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> D
     net = federation.net
     test = federation.evaluator
     population = federation.population
-    dataset = data.load(experiment.data.name, data_dir=data_dir)
+    assert federation.holdings is not None
+    classes = federation.holdings.classes
 
     def final() -> tuple[Tensor, Tensor]:
         if not folder.model.exists():
@@ -76,8 +76,8 @@ def _load(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> D
         test=test,
         train=replace(test, inputs=population.inputs, labels=population.labels),
         owner=torch.from_numpy(np.repeat(np.arange(len(population)), population.sizes)),
-        counts=population.class_counts(len(dataset.classes)),
-        class_names=tuple(dataset.classes),
+        counts=population.class_counts(len(classes)),
+        class_names=classes,
         cohort=lambda round: federation.cohort(round - 1)[1],
         final=final,
     )

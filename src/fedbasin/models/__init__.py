@@ -21,6 +21,7 @@ from fedbasin.models.custom import custom
 from fedbasin.models.dense import logistic, mlp
 from fedbasin.models.densenet import densenet121
 from fedbasin.models.dropout import Dropout, key_names, number_sites
+from fedbasin.models.given import given
 from fedbasin.models.mobilenet import mobilenetv2
 from fedbasin.models.network import Network
 from fedbasin.models.recurrent import shakespeare_lstm
@@ -46,6 +47,7 @@ __all__ = [
     "emnist_cnn",
     "fedcda_cnn",
     "fmnist_cnn",
+    "given",
     "key_names",
     "lenet",
     "logistic",

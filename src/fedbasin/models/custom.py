@@ -45,15 +45,24 @@ def custom(shape: Shape, classes: int, *, path: str) -> nn.Module:
     Args:
         path: import path of the function, or of a class whose constructor takes the same.
     """
-    factory = _load(path)
+    return made_by(_load(path), shape, classes, f"path={path!r}")
+
+
+def made_by(factory: Callable[..., Any], shape: Shape, classes: int, what: str) -> nn.Module:
+    """Call a user's function for a network; whatever is not a network is refused.
+
+    Args:
+        factory: the function.
+        shape: of one input, without the batch axis.
+        classes: how many outputs the network shall have.
+        what: how errors call the function.
+    """
     try:
         inspect.signature(factory).bind(shape, classes)
     except TypeError as error:
-        raise ValueError(f"path={path!r} cannot be called with (shape, classes): {error}") from None
+        raise ValueError(f"{what} cannot be called with (shape, classes): {error}") from None
     network = factory(shape, classes)
     if not isinstance(network, nn.Module):
-        raise ValueError(
-            f"path={path!r} returned a {type(network).__name__}, not a torch.nn.Module"
-        )
+        raise ValueError(f"{what} returned a {type(network).__name__}, not a torch.nn.Module")
     number_sites(network)
     return network

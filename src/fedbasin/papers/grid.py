@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ class CellRun:
 
 def fingerprint(experiment: Experiment) -> str:
     """Hash the settings that differ from the defaults, so that a new setting changes no hash."""
-    now = _flat(asdict(experiment.resolved()))
-    default = _flat(asdict(Experiment()))
+    now = _flat(experiment.resolved().settings())
+    default = _flat(Experiment().settings())
     changed = {k: v for k, v in now.items() if v != default[k] and k not in _NO_MATTER}
     written = json.dumps(changed, sort_keys=True)
     return hashlib.blake2b(written.encode(), digest_size=8).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -36,20 +36,32 @@ def draw_curves(
     against: Against = "round",
     dpi: int = 150,
 ) -> Path:
+    """Draw curves as `write_curves` does, into a file whose ending decides the format."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_curves(runs, path, title=title, measure=measure, against=against, dpi=dpi)
+    return path
+
+
+def write_curves(
+    runs: Sequence[Run],
+    place: Path | BinaryIO,
+    *,
+    title: str = "",
+    measure: str = "",
+    against: Against = "round",
+    dpi: int = 150,
+) -> None:
     """Draw the mean over seeds of each method, with a band from the worst to the best seed.
 
     Args:
         runs: the runs.
-        path: where the picture goes; its ending decides the format (png, svg, pdf).
+        place: where the picture goes: a path (png, svg, pdf), or a file that takes a PNG.
         title: what stands above it.
         measure: the metric that is drawn upwards; the headline by default.
         against: what is drawn to the right; seconds and bytes are means over seeds, too.
         dpi: dots an inch, for pixel formats.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # not pyplot, which would choose the user's backend
 
     x_label, step = _AXES[against]
     headline = headline_of_runs(runs)
@@ -62,7 +74,8 @@ def draw_curves(
     else:
         scale = 1.0
         y_label = f"test {measure.replace('_', ' ')}"
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     for number, (label, members) in enumerate(by_label(runs).items()):
         x, low, mean, high = _band(members, measure, step)
         if not len(x):  # every seed broke off before it was scored
@@ -76,14 +89,11 @@ def draw_curves(
     axes.set_title(as_text(title))
     axes.grid(alpha=0.3)
     if axes.lines:
-        place: Literal["best", "lower right", "upper right"] = "best"
+        corner: Literal["best", "lower right", "upper right"] = "best"
         if measure == headline.name:  # the corner that curves leave free as they get better
-            place = "lower right" if headline.higher_is_better else "upper right"
-        axes.legend(loc=place, fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
-    pyplot.close(figure)
-    return path
+            corner = "lower right" if headline.higher_is_better else "upper right"
+        axes.legend(loc=corner, fontsize="small")
+    figure.savefig(place, dpi=dpi)
 
 
 def _band(

@@ -47,6 +47,18 @@ def count(
 
 
 @entry("participation")
+def at_most(
+    eligible: np.ndarray, rng: np.random.Generator, round: int, *, clients: int = 20
+) -> np.ndarray:
+    """All clients where there are no more than `clients`; else that many, drawn at random."""
+    if clients < 1:
+        raise ValueError(f"participation: clients must be at least 1, got {clients}")
+    if len(eligible) <= clients:
+        return eligible
+    return eligible[rng.choice(len(eligible), size=clients, replace=False)]
+
+
+@entry("participation")
 def bernoulli(
     eligible: np.ndarray, rng: np.random.Generator, round: int, *, rate: float = 0.1
 ) -> np.ndarray:

@@ -58,7 +58,7 @@ def refuse_other(folder: RunFolder, data: Mapping[str, Any]) -> None:
         raise RecordError(
             f"{folder.path} was begun on other data: {known.get('rows')} rows (hash "
             f"{known.get('hash')}), and at hand are {data['rows']} ({data['hash']}); give it those "
-            "it was begun on (--data-dir or FEDBASIN_DATA, in Python also dataset=) or start again "
+            "it was begun on (--data-dir or FEDBASIN_DATA, in Python also data=) or start again "
             "in a new folder"
         )
 

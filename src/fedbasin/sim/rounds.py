@@ -93,6 +93,8 @@ class Federation:
         snapshots: which models are stored for analyses, and where.
         holdings: who holds what, for the record.
         data: what identifies the data (`provenance.identity`).
+        interface: what the network takes and gives, as JSON, for the record.
+        encoding: how the columns of a table became numbers, as JSON; empty for other data.
     """
 
     method: Method
@@ -118,6 +120,8 @@ class Federation:
     snapshots: Snapshots | None = None
     holdings: Holdings | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+    interface: str = ""
+    encoding: str = ""
 
     def __post_init__(self) -> None:
         check_task(self.method, self.trainer.task)

@@ -25,7 +25,7 @@ from fedbasin.sim.clients import ClientStates, SavedStates
 from fedbasin.sim.provenance import record_data, refuse_other
 from fedbasin.sim.rounds import Diverged, Federation
 
-OnRound = Callable[[RoundRecord], None]
+OnRound = Callable[[RoundRecord], bool | None]
 
 
 class Interrupted(RuntimeError):
@@ -59,7 +59,7 @@ def run(
         facts: what the summary says beside the measured numbers.
         checkpoint_every: save after every k rounds, and at the end.
         branching: rounds after which a checkpoint is saved for other runs to start from.
-        on_round: called with each round's record, for progress displays.
+        on_round: called with each round's record; the run ends early where it returns True.
         log: where else records and summary go. If it fails, a checkpoint is saved before the error
             is raised.
     """
@@ -83,12 +83,11 @@ def run(
                 server = after
                 folder.append(record)
                 records.append(record)
-                if on_round is not None:
-                    on_round(record)
+                ends = on_round is not None and on_round(record) is True
                 failed = log.record(record)
                 if record.round in branching:
                     _save_branching(folder, Checkpoint(server, states.kept(), seconds()))
-                last = record.round == federation.rounds
+                last = ends or record.round == federation.rounds
                 if last or stopping() or failed or record.round % checkpoint_every == 0:
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
                     states.mark_saved()
@@ -99,6 +98,9 @@ def run(
                 if stopping() and not last:
                     status = "stopped"
                     reason = f"stopped by the user after round {record.round}"
+                    break
+                if ends:
+                    reason = f"ended early by on_round after round {record.round}"
                     break
         except Diverged as error:
             status = "diverged"

@@ -30,6 +30,7 @@ from fedbasin.core.record import RoundRecord, latest_score
 
 if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell, More, OnCell
+    from fedbasin.sinks import Target
 
 _QUIET_SECONDS = 60  # between two lines of output without a terminal
 
@@ -59,7 +60,7 @@ def run_with_progress(
     data_dir: Path | None,
     jobs: int = 1,
     *,
-    log: Sequence[str] = (),
+    log: Sequence[Target] = (),
     on_cell: OnCell | None = None,
     more: More = list,
     rounds: int | None = None,
@@ -74,7 +75,7 @@ def run_with_progress(
         console: where the bar is drawn.
         data_dir: a local mirror of the datasets.
         jobs: processes at once.
-        log: names of further sinks for records.
+        log: further sinks for records; with several jobs names only.
         on_cell: called when a cell ends, as in `run_cells`.
         more: returns cells that can start now, as in `run_cells`.
         rounds: the rounds of all cells, including those that `more` will return.

@@ -1,0 +1,8 @@
+"""The Python door: run and compare on data of your own, and results that show themselves."""
+
+from fedbasin.api.calls import compare as compare
+from fedbasin.api.calls import resume as resume
+from fedbasin.api.calls import run as run
+from fedbasin.api.network import predict as predict
+from fedbasin.api.results import Comparison as Comparison
+from fedbasin.api.results import RunResult as RunResult

@@ -1,0 +1,205 @@
+"""Run, compare and resume from Python, on data and networks of one's own or of the catalogue."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from fedbasin import experiment as experiments
+from fedbasin.api.progress import run_with_progress
+from fedbasin.api.results import Comparison, RunResult
+from fedbasin.core.expressions import written
+from fedbasin.core.record import RoundRecord
+from fedbasin.data import Dataset, from_arrays
+from fedbasin.experiment import ConfigError, Experiment
+from fedbasin.experiment.defaults import changed, defaults_for, task_for
+from fedbasin.experiment.objects import Factory
+from fedbasin.experiment.runs import Cell, cells, run_cells
+from fedbasin.experiment.sharing import default_jobs
+from fedbasin.sim import Diverged
+from fedbasin.sinks import Target
+
+OnRound = Callable[[RoundRecord], bool | None]
+What = Experiment | Dataset | tuple[Any, Any]
+
+
+def run(
+    what: What | None = None,
+    out: Path | str | None = None,
+    *,
+    data: Dataset | tuple[Any, Any] | None = None,
+    model: nn.Module | Factory | object | None = None,
+    data_dir: Path | None = None,
+    on_round: OnRound | None = None,
+    log: Sequence[Target] = (),
+    progress: bool | None = None,
+    **settings: Any,
+) -> RunResult:
+    """Train one model with one method, in a new folder.
+
+        fb.run(data, model=make_network, method=fb.ima(window=3), task="binary", rounds=50)
+
+    Args:
+        what: an `Experiment`, or the data: a `Dataset`, or arrays ``(x, y)``.
+        out: the run's folder; a new one below ``runs/`` by default.
+        data: the data, where `what` is not; beside an `Experiment` it takes the place of what
+            `data.name` says.
+        model: the network: an expression, a module, or a function ``(shape, outputs) -> module``.
+        data_dir: a local mirror of the datasets.
+        on_round: called with each round's `RoundRecord`. The run ends early, with its summary and
+            its model, where it returns True.
+        log: where else records go: names (tensorboard, mlflow, wandb), `Sink` objects, functions.
+        progress: whether a bar is shown; by default on a terminal and in a notebook.
+        settings: any field of `Experiment`; sections as mappings: ``local={"lr": 0.05}``.
+    """
+    base = _experiment(what, data, model, settings)
+    path = Path(out) if out is not None else _fresh("run")
+    if on_round is None and _shown(progress):
+        layout = [Cell(base.resolved(), path)]
+        (summary,) = run_with_progress(layout, Console(), data_dir, log=log)
+        if summary["status"] == "diverged":
+            raise Diverged(f"{summary['reason']}; the records up to there are in {path}")
+    else:
+        summary = experiments.run(base, path, data_dir=data_dir, on_round=on_round, log=log)
+    return RunResult(path, summary, base.objects.model)
+
+
+def resume(
+    out: Path | str,
+    *,
+    data: Dataset | None = None,
+    model: nn.Module | Factory | None = None,
+    data_dir: Path | None = None,
+    on_round: OnRound | None = None,
+    log: Sequence[Target] = (),
+) -> RunResult:
+    """Resume a stopped run; the result equals an uninterrupted run.
+
+    Args:
+        out: the run's folder.
+        data: the data that the run was given in memory; other data is refused.
+        model: the module or function that the run was given; others are refused.
+        data_dir: a local mirror of the datasets.
+        on_round: as in `run`.
+        log: as in `run`.
+    """
+    summary = experiments.resume(
+        out, data_dir=data_dir, data=data, model=model, on_round=on_round, log=log
+    )
+    return RunResult(Path(out), summary, model)
+
+
+def compare(
+    what: What,
+    methods: Sequence[str | object] = ("fedavg",),
+    seeds: Sequence[int] = (0, 1, 2),
+    out: Path | str | None = None,
+    *,
+    model: nn.Module | Factory | object | None = None,
+    data_dir: Path | None = None,
+    jobs: int | None = None,
+    log: Sequence[Target] = (),
+    progress: bool | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Run every method with every seed on the same clients.
+
+        fb.compare(data, model=make_network, methods=["fedavg", fb.ima(fb.scaffold(), window=5)])
+
+    The same call with the same `out` resumes a comparison that was stopped.
+
+    Args:
+        what: an `Experiment`, or the data: a `Dataset`, or arrays ``(x, y)``.
+        methods: expressions or objects.
+        seeds: the seeds that each method runs with.
+        out: the folder of all runs; a new one below ``runs/`` by default.
+        model: the network: an expression, a module, or a function ``(shape, outputs) -> module``.
+        data_dir: a local mirror of the datasets.
+        jobs: runs at once; by default as many as there are cores, one on a GPU.
+        log: as in `run`; with several jobs names only.
+        progress: whether a bar is shown; by default on a terminal and in a notebook.
+        settings: any field of `Experiment`; sections as mappings: ``local={"lr": 0.05}``.
+    """
+    if "method" in settings:
+        raise ConfigError("a comparison takes methods=[...], not method")
+    if isinstance(methods, str):
+        raise ConfigError(f"methods is {methods!r}: give a list, such as methods=[{methods!r}]")
+    base = _experiment(what, None, model, settings)
+    path = Path(out) if out is not None else _fresh("compare")
+    names = [written(method, "method") for method in methods]
+    layout = cells(base, names, list(seeds), path)
+    chosen = [cell.experiment for cell in layout]
+    jobs = default_jobs(chosen) if jobs is None else jobs
+    if jobs < 1:
+        raise ConfigError(f"jobs must be at least 1, got {jobs}")
+    if _shown(progress):
+        again = f"the same call and out={str(path)!r}"
+        summaries = run_with_progress(layout, Console(), data_dir, jobs, log=log, again=again)
+    else:
+        summaries = run_cells(layout, data_dir=data_dir, jobs=jobs, log=log)
+    network = base.objects.model
+    results = [
+        RunResult(cell.path, summary, network)
+        for cell, summary in zip(layout, summaries, strict=True)
+    ]
+    return Comparison(results, path)
+
+
+def _experiment(
+    what: Any, data: Any, model: object | None, settings: Mapping[str, Any]
+) -> Experiment:
+    """Return the configuration of a call: of an experiment, or of data with its defaults."""
+    given = dict(settings)
+    if model is not None:
+        given["model"] = model
+    if isinstance(what, Experiment):
+        base = changed(what, given)
+        if data is None:
+            return base
+        return base.using(replace(base.objects, data=_dataset(data)))
+    if what is not None and data is not None:
+        raise ConfigError("the data is given twice: leave out data=")
+    if what is None and data is None:
+        return changed(Experiment(), given)
+    dataset = _dataset(data if what is None else what)
+    task = given["task"] if "task" in given else task_for(dataset)
+    defaults = defaults_for(task, named_clients=dataset.clients, classes=bool(dataset.classes))
+    base = changed(changed(Experiment(), defaults), given)
+    return base.using(replace(base.objects, data=dataset))
+
+
+def _dataset(data: Any) -> Dataset:
+    """Return data as a dataset; arrays (x, y) become one."""
+    if isinstance(data, Dataset):
+        return data
+    if isinstance(data, tuple) and len(data) == 2:
+        return from_arrays(*data)
+    if hasattr(data, "columns"):
+        raise ConfigError(
+            "data is a table: say what to predict with fedbasin.data.from_table(table, target=...)"
+        )
+    raise ConfigError(
+        f"data is a {type(data).__name__}: give (x, y), or what fedbasin.data.from_arrays, "
+        "from_table, from_clients, from_torch, from_huggingface, from_folder or from_texts returns"
+    )
+
+
+def _fresh(name: str) -> Path:
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+
+
+def _shown(progress: bool | None) -> bool:
+    """Whether a bar is shown: it needs the main thread, and somebody who looks."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if progress is not None:
+        return progress
+    return Console().is_terminal or "ipykernel" in sys.modules

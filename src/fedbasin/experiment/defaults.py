@@ -1,0 +1,80 @@
+"""Settings that suit data of one's own, where the user gives none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from fedbasin.data import Dataset
+from fedbasin.experiment.config import ConfigError, Experiment, from_mapping
+
+# Hospitals and banks are few and always there; of thousands of devices some are drawn.
+_EVERYONE = {
+    "partition": {"how": "natural", "clients": 0},
+    "sim": {"participation": "at_most(clients=20)"},
+}
+
+
+def defaults_for(task: str, *, named_clients: bool, classes: bool) -> dict[str, Any]:
+    """Return settings for data of one's own.
+
+    Args:
+        task: what the outputs mean.
+        named_clients: whether the data names each row's client.
+        classes: whether the targets have classes.
+    """
+    settings: dict[str, Any] = {"task": task}
+    if named_clients:
+        return settings | _EVERYONE
+    if not classes:
+        return settings | {"partition": {"how": "iid"}}
+    return settings
+
+
+def task_for(dataset: Dataset) -> str:
+    """Name the task that targets like these are most often for."""
+    labels = dataset.train.labels
+    if dataset.classes:
+        return "classification"
+    if labels.ndim == 1 or labels.shape[1] == 1:
+        return "regression"
+    if np.issubdtype(labels.dtype, np.integer):
+        return "multilabel"
+    raise ConfigError(
+        f"the targets of {dataset.name} are numbers in {labels.shape[1]} columns: give task=, such "
+        "as 'regression', or 'survival' for time and event"
+    )
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings where those of `over` win."""
+    result = dict(base)
+    for name, value in over.items():
+        if isinstance(value, Mapping) and isinstance(result.get(name), Mapping):
+            result[name] = {**result[name], **value}
+        else:
+            result[name] = value
+    return result
+
+
+def changed(experiment: Experiment, settings: Mapping[str, Any]) -> Experiment:
+    """Return the experiment with other settings; sections are given as mappings or whole.
+
+    Args:
+        experiment: where to begin.
+        settings: by name: text, numbers, objects of the catalogue, and sections.
+    """
+    known = {each.name: getattr(experiment, each.name) for each in fields(experiment)}
+    for name, value in settings.items():
+        before = known.get(name)
+        if is_dataclass(before) and isinstance(value, Mapping):
+            section = {each.name: getattr(before, each.name) for each in fields(before)}
+            known[name] = section | dict(value)
+        elif name in known and name != "objects":
+            known[name] = value
+        else:
+            from_mapping({name: value if isinstance(value, Mapping) else 0})  # names the right one
+    return Experiment(**known)

@@ -1,0 +1,140 @@
+"""What child processes need of a run given as objects: data in files, and importable code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from fedbasin.core.catalogue import CATALOGUE
+from fedbasin.data import Dataset, Rows
+from fedbasin.experiment.config import ConfigError, Experiment
+from fedbasin.experiment.executors import pick_device
+from fedbasin.experiment.objects import model_name
+
+_MAIN = ("__main__", "__mp_main__")
+
+
+@dataclass(frozen=True, eq=False)
+class StoredDataset:
+    """A dataset whose arrays lie in files. Processes map these files and copy nothing.
+
+    Args:
+        folder: where the arrays lie.
+        frame: the dataset with arrays of one row, for all that is not an array.
+    """
+
+    folder: Path
+    frame: Dataset
+
+    @classmethod
+    def write(cls, dataset: Dataset, folder: Path) -> StoredDataset:
+        """Write the arrays of a dataset into a new folder."""
+        folder.mkdir()
+        for split, rows in (("train", dataset.train), ("test", dataset.test)):
+            np.save(folder / f"{split}_inputs.npy", rows.inputs)
+            np.save(folder / f"{split}_labels.npy", rows.labels)
+            if rows.groups is not None:
+                np.save(folder / f"{split}_groups.npy", rows.groups)
+        first = replace(dataset, train=dataset.train.take([0]), test=dataset.test.take([0]))
+        return cls(folder, first)
+
+    def open(self) -> Dataset:
+        """Return the dataset with arrays that are mapped from the files."""
+        train = self._rows("train")
+        test = self._rows("test")
+        return replace(self.frame, train=train, test=test)
+
+    def _rows(self, split: str) -> Rows:
+        groups = self.folder / f"{split}_groups.npy"
+        return Rows(
+            np.load(self.folder / f"{split}_inputs.npy", mmap_mode="r"),
+            np.load(self.folder / f"{split}_labels.npy", mmap_mode="r"),
+            np.load(groups, mmap_mode="r") if groups.exists() else None,
+        )
+
+
+def store_all(experiments: Sequence[Experiment], folder: Path) -> dict[str, StoredDataset]:
+    """Write every dataset in memory that runs use, each once; return them by name."""
+    stored: dict[str, StoredDataset] = {}
+    for experiment in experiments:
+        dataset = experiment.objects.data
+        if dataset is not None and dataset.name not in stored:
+            place = folder / f"data{len(stored)}"
+            stored[dataset.name] = StoredDataset.write(dataset, place)
+    return stored
+
+
+def from_main(experiments: Sequence[Experiment]) -> list[str]:
+    """Return what runs use that is defined in the script or notebook itself."""
+    names: dict[str, None] = {}
+    mine = [card.name for card in CATALOGUE.values() if card.make.__module__ in _MAIN]
+    for experiment in experiments:
+        words = set(re.findall(r"\w+", experiment.to_toml()))
+        names |= dict.fromkeys(name for name in mine if name in words)
+        model = experiment.objects.model
+        if isinstance(model, nn.Module):
+            modules = {type(part).__module__ for part in model.modules()}
+        else:
+            modules = {getattr(model, "__module__", "")}
+        if modules.intersection(_MAIN):
+            names[model_name(model)] = None
+    return list(names)
+
+
+def in_notebook() -> bool:
+    """Whether the main program has no file that a child process could import."""
+    return not hasattr(sys.modules["__main__"], "__file__")
+
+
+def default_jobs(experiments: Sequence[Experiment]) -> int:
+    """Return how many runs go at once by default: one a core, and one where they would be alone."""
+    sim = experiments[0].sim
+    if pick_device(sim.device).type != "cpu" or sim.executor == "ray" or sim.workers > 1:
+        return 1
+    if in_notebook() and from_main(experiments):
+        return 1
+    return min(os.cpu_count() or 1, len(experiments))
+
+
+def jobs_for(experiments: Sequence[Experiment], jobs: int) -> int:
+    """Return how many processes may share these runs.
+
+    Args:
+        experiments: the runs.
+        jobs: processes that are asked for; more than one is refused where it cannot work.
+    """
+    mine = from_main(experiments)
+    if jobs > 1 and mine and in_notebook():
+        raise ConfigError(
+            f"{', '.join(mine)} is defined in this notebook, where other processes cannot find it: "
+            "move it to a module (my_module.py) and import it, or give jobs=1"
+        )
+    return jobs
+
+
+@contextmanager
+def main_script_hidden(hide: bool) -> Iterator[None]:
+    """Start processes that do not import the main script, so that it needs no main guard.
+
+    A spawned process imports the main script to find what is defined there. Runs that use nothing
+    of it do without.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    spec = getattr(main, "__spec__", None)
+    if not hide or file is None or spec is not None:  # python -m names a module, which is guarded
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
