@@ -77,14 +77,12 @@ def predict(
 def _answers(task: Task, interface: Interface, outputs: Tensor, probabilities: bool) -> np.ndarray:
     """Return what outputs mean: class names, 0/1 columns or numbers; or probabilities."""
     if probabilities:
-        chances = getattr(task, "probabilities", None)
-        if chances is None:
+        if type(task).probabilities is Task.probabilities:
             raise ValueError(f"the task {task} has no probabilities: leave probabilities=False")
-        return np.asarray(chances(outputs).numpy())
-    answers = getattr(task, "answers", None)
-    if answers is None:
-        return outputs.squeeze(-1).numpy()
-    found = np.asarray(answers(outputs).numpy())
-    if interface.classes and found.ndim == 1 and np.issubdtype(found.dtype, np.integer):
-        return np.array(interface.classes)[found]
-    return found
+        return np.asarray(task.probabilities(outputs).numpy())
+    if type(task).answers is Task.answers:  # numbers, or a survival score
+        return np.asarray(outputs.squeeze(-1).numpy())
+    answers = np.asarray(task.answers(outputs).numpy())
+    if interface.classes and answers.ndim == 1:
+        return np.array(interface.classes)[answers]
+    return answers

@@ -34,7 +34,7 @@ from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
 from fedbasin.experiment.executors import pick_device
 from fedbasin.experiment.objects import Factory, Objects, model_name, record_model
 from fedbasin.experiment.pool import outcomes
-from fedbasin.experiment.sharing import StoredDataset, jobs_for, store_all
+from fedbasin.experiment.sharing import StoredDataset, check_jobs, store_all
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim import run as run_federation
 from fedbasin.sim.runner import Interrupted, start_from_prefix
@@ -187,7 +187,9 @@ def _run(
         return run_federation(
             federation,
             folder,
-            facts(experiment) | ({"branch": taken} if taken else {}),
+            facts(experiment)
+            | {"clients": len(federation.population)}
+            | ({"branch": taken} if taken else {}),
             checkpoint_every=experiment.sim.checkpoint_every,
             branching=branching,
             on_round=on_round,
@@ -412,7 +414,7 @@ def run_cells(
     summaries: dict[Path, dict[str, Any]] = {}
     busy: list[str] = []
     experiments = [cell.experiment for cell in layout]
-    jobs = jobs_for(experiments, jobs)
+    check_jobs(experiments, jobs)
     with warn_once() as folder:
         work: Callable[[Cell], dict[str, Any]] = partial(run_cell, data_dir=data_dir, log=log)
         if jobs > 1:
@@ -473,7 +475,6 @@ def facts(experiment: Experiment) -> dict[str, Any]:
         "model": experiment.model,
         "task": experiment.task,
         "partition": experiment.partition.how,
-        "clients": experiment.partition.clients,
         "device": f"{device} ({name})",
         "python": platform.python_version(),
         "versions": versions,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import current_process
 from pathlib import Path
 
 import numpy as np
@@ -89,35 +90,50 @@ def from_main(experiments: Sequence[Experiment]) -> list[str]:
     return list(names)
 
 
-def in_notebook() -> bool:
-    """Whether the main program has no file that a child process could import."""
-    return not hasattr(sys.modules["__main__"], "__file__")
-
-
 def default_jobs(experiments: Sequence[Experiment]) -> int:
-    """Return how many runs go at once by default: one a core, and one where they would be alone."""
+    """Return how many runs go at once by default: one a core, or one where others cannot start."""
     sim = experiments[0].sim
     if pick_device(sim.device).type != "cpu" or sim.executor == "ray" or sim.workers > 1:
         return 1
-    if in_notebook() and from_main(experiments):
+    if _why_alone(experiments):
         return 1
     return min(os.cpu_count() or 1, len(experiments))
 
 
-def jobs_for(experiments: Sequence[Experiment], jobs: int) -> int:
-    """Return how many processes may share these runs.
+def check_jobs(experiments: Sequence[Experiment], jobs: int) -> None:
+    """Refuse several processes where they cannot find what the runs use.
 
     Args:
         experiments: the runs.
-        jobs: processes that are asked for; more than one is refused where it cannot work.
+        jobs: processes that are asked for.
     """
-    mine = from_main(experiments)
-    if jobs > 1 and mine and in_notebook():
+    if getattr(current_process(), "_inheriting", False):  # this process is being started
         raise ConfigError(
-            f"{', '.join(mine)} is defined in this notebook, where other processes cannot find it: "
-            "move it to a module (my_module.py) and import it, or give jobs=1"
+            "the script starts runs while another process imports it: put them below "
+            'if __name__ == "__main__":'
         )
-    return jobs
+    reason = _why_alone(experiments) if jobs > 1 else ""
+    if reason:
+        raise ConfigError(f"{reason}, or give jobs=1")
+
+
+def _why_alone(experiments: Sequence[Experiment]) -> str:
+    """Say why no other process can run these; nothing where it can."""
+    mine = ", ".join(from_main(experiments))
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if not mine:
+        return ""
+    if file is None or not Path(file).is_file():  # a notebook, or standard input
+        return (
+            f"{mine} is defined in this notebook, where other processes cannot find it: move it to "
+            "a module (my_module.py) and import it"
+        )
+    if "__main__" not in Path(file).read_text(encoding="utf-8", errors="replace"):
+        return (
+            f"{mine} is defined in {Path(file).name}, which other processes must import: put its "
+            'last part below if __name__ == "__main__":'
+        )
+    return ""
 
 
 @contextmanager

@@ -1,0 +1,417 @@
+"""Run and compare from Python: data, networks and methods as objects."""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedbasin as fb
+from fedbasin.core.catalogue import CATALOGUE
+from fedbasin.core.expressions import ExpressionError
+from fedbasin.core.record import RecordError
+from fedbasin.core.state import read
+from fedbasin.experiment import ConfigError, Experiment
+from fedbasin.experiment import run as run_experiment
+from fedbasin.experiment.sharing import StoredDataset
+
+ROUNDS = {"rounds": 2, "progress": False}
+
+
+def table(rows=200, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 5)).astype(np.float32)
+    y = (x @ np.array([1.0, -1.0, 0.5, 0.0, 0.0]) > 0).astype(np.int64)
+    return x, y, np.array([f"site {i % 4}" for i in range(rows)])
+
+
+@pytest.fixture(scope="module")
+def data():
+    x, y, sites = table()
+    return fb.data.from_arrays(x, y, clients=sites)
+
+
+def make_network(shape, outputs):
+    return nn.Sequential(nn.Linear(shape[0], 4), nn.ReLU(), nn.Linear(4, outputs))
+
+
+def same_models(*folders, slack=0.0):
+    models = [read(Path(folder) / "model.safetensors") for folder in folders]
+    return all(
+        torch.allclose(models[0][name], other[name], rtol=0, atol=slack)
+        for other in models[1:]
+        for name in models[0]
+    )
+
+
+# -- names of the catalogue ------------------------------------------------------------------------
+
+
+def test_every_entry_of_the_house_is_a_name_of_the_package():
+    house = {n for n, card in CATALOGUE.items() if card.make.__module__.startswith("fedbasin.")}
+    assert house <= set(dir(fb))
+    for name in house:
+        made = getattr(fb, name)
+        assert callable(made) and inspect.getdoc(made)
+        names = list(inspect.signature(made).parameters)
+        assert set(names) >= {p.name for p in CATALOGUE[name].parameters}
+
+
+def test_the_stub_names_what_the_package_has():
+    stub = (Path(fb.__file__).parent / "__init__.pyi").read_text()
+    for name in set(fb.__all__) - {"data", "testing"}:
+        assert f"\n{name} = " in stub or f"\n{name}: " in stub or f" as {name}\n" in stub, name
+
+
+def test_constructors_say_what_expressions_say():
+    assert fb.text(fb.ima(fb.scaffold(server_lr=0.5), window=3)) == (
+        "ima(scaffold(server_lr=0.5), window=3)"
+    )
+    assert fb.dirichlet(alpha=0.3) == fb.parse("dirichlet(alpha=0.3)")
+    assert fb.dirichlet(0.3) == fb.dirichlet(alpha=0.3)
+    assert fb.warmup(then=fb.cosine()) == fb.parse("warmup(then=cosine)")
+    with pytest.raises(ExpressionError, match="dirichlet: argument 'alpha' is 'x', it must be a"):
+        fb.dirichlet(alpha="x")
+    with pytest.raises(TypeError, match="alpha"):
+        fb.dirichlet()
+    with pytest.raises(AttributeError, match="no attribute 'dirichle'"):
+        _ = fb.dirichle
+
+
+def test_an_experiment_takes_objects_for_every_expression():
+    by_object = Experiment(
+        method=fb.ima(fb.fedadam(lr=0.02), window=3),
+        model=fb.mlp(widths=(8,)),
+        task=fb.binary(),
+        partition=fb.PartitionConfig(how=fb.shards(per_client=3)),
+        local={"schedule": fb.cosine(), "optimiser": fb.adamw(weight_decay=0.1), "lr": 0.01},
+        sim=fb.SimConfig(participation=fb.count(clients=3), metrics=[fb.macro_f1(), "ece"]),
+    )
+    by_text = Experiment(
+        method="ima(fedadam(lr=0.02), window=3)",
+        model="mlp(widths=(8,))",
+        task="binary",
+        partition=fb.PartitionConfig(how="shards(per_client=3)"),
+        local=fb.LocalConfig(schedule="cosine", optimiser="adamw(weight_decay=0.1)", lr=0.01),
+        sim=fb.SimConfig(participation="count(clients=3)", metrics=("macro_f1", "ece")),
+    )
+    assert by_object == by_text
+    assert by_object.to_toml() == by_text.to_toml()
+    assert "objects" not in by_object.to_toml()
+    assert Experiment(method=fb.fedavg) == Experiment(method="fedavg")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": 3}, "model is 3: give an expression such as 'mlp', a torch.nn.Module, or a"),
+        ({"method": object()}, "method: .* is not in the catalogue: .*@entry.'method'"),
+        ({"method": fb.cosine()}, "method: 'cosine' is a schedule, not a method"),
+        ({"local": 3}, "local is 3: give LocalConfig"),
+        ({"local": {"rate": 1}}, "unknown setting 'local.rate'; "),
+        ({"sim": {"metrics": [3]}}, "sim.metrics: 3 is not in the catalogue"),
+    ],
+)
+def test_objects_that_do_not_fit_are_refused_by_field(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Experiment(**settings)
+
+
+def test_a_definition_executed_again_replaces_the_earlier_one():
+    def define(factor):
+        @fb.entry("schedule", name="halving_twice")
+        def halving_twice(round, rounds, *, by: float = factor):
+            """A schedule that a notebook cell defines."""
+            return by
+
+        return halving_twice
+
+    try:
+        first = define(2.0)
+        second = define(3.0)
+        assert CATALOGUE["halving_twice"].make is second and first is not second
+        with pytest.raises(ValueError, match="'halving_twice' is taken by"):
+
+            @fb.entry("schedule", name="halving_twice")
+            def another(round, rounds):
+                """Another one."""
+    finally:
+        del CATALOGUE["halving_twice"]
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def test_a_module_is_copied_and_its_weights_are_the_start(data, tmp_path):
+    module = nn.Linear(5, 1)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    still = fb.run(data, tmp_path / "a", model=module, task="binary", local={"lr": 0.0}, **ROUNDS)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert torch.allclose(read(still.path / "model.safetensors")[name], before[name])
+    for seed in (0, 1):  # the start is the same for every seed
+        run = fb.run(
+            data, tmp_path / f"b{seed}", model=module, task="binary", seed=seed, rounds=1,
+            local={"lr": 0.0}, progress=False,
+        )  # fmt: skip
+        assert torch.allclose(read(run.path / "model.safetensors")["weight"], before["weight"])
+    assert still.model().weight.shape == (1, 5)
+    assert not still.model().training
+
+
+def test_arrays_a_dataset_and_an_experiment_are_the_same_run(tmp_path):
+    x, y, sites = table()
+    data = fb.data.from_arrays(x, y, clients=sites)
+    fb.run(data, tmp_path / "a", model=make_network, **ROUNDS)
+    fb.run(data=data, out=tmp_path / "b", model=make_network, **ROUNDS)
+    base = Experiment(
+        model=make_network,
+        rounds=2,
+        partition={"how": "natural", "clients": 0},
+        sim={"participation": "at_most(clients=20)"},
+    )
+    fb.run(base, tmp_path / "c", data=data)
+    run_experiment(base, tmp_path / "d", data=data)
+    assert same_models(*(tmp_path / name for name in "abcd"))
+    pair = fb.run((x, y), tmp_path / "e", model="logistic", partition={"clients": 3}, **ROUNDS)
+    assert pair["clients"] == 3 and pair["task"] == "classification"
+
+
+def test_the_run_folder_names_objects_by_content(data, tmp_path):
+    run = fb.run(data, tmp_path / "run", model=make_network, **ROUNDS)
+    config = (run.path / "config.toml").read_text()
+    assert f'name = "{data.name}"' in config
+    assert "model = \"given(name='make_network')\"" in config
+    assert run["dataset"] == data.name and run["clients"] == 4
+    assert run.records[-1].round == 2
+    assert list(run.rounds["round"]) == [1, 2]
+    assert "make_network" not in repr(run) and "seed 0" in repr(run)
+
+
+class Stop(Exception):
+    pass
+
+
+def stop(record):
+    raise Stop
+
+
+def test_resume_takes_the_same_objects_and_refuses_others_by_name(data, tmp_path):
+    whole = fb.run(data, tmp_path / "whole", model=make_network, **ROUNDS)
+    out = tmp_path / "stopped"
+    with pytest.raises(Stop):
+        fb.run(data, out, model=make_network, on_round=stop, **ROUNDS)
+    with pytest.raises(RecordError, match=rf"begun on other data: {data.name}, and data= is arr"):
+        fb.resume(out, data=fb.data.from_arrays(*table(seed=1)[:2]), model=make_network)
+
+    def wider(shape, outputs):
+        return nn.Linear(shape[0], outputs)
+
+    with pytest.raises(RecordError, match=r"begun with the network .*make_network.*wider"):
+        fb.resume(out, data=data, model=wider)
+    wider.__name__ = "make_network"
+    with pytest.raises(RecordError, match=r"begun with the network make_network \(hash"):
+        fb.resume(out, data=data, model=wider)
+    with pytest.raises(ConfigError, match=r"make_network was given as a Python object; give it ag"):
+        fb.resume(out, data=data)
+    with pytest.raises(RuntimeError, match=r"unknown dataset 'arrays-.*as data="):
+        fb.resume(out, model=make_network)
+    assert fb.resume(out, data=data, model=make_network)["status"] == "finished"
+    assert same_models(whole.path, out)
+
+
+def test_a_run_that_is_ended_early_has_a_summary_and_a_model(data, tmp_path):
+    run = fb.run(
+        data, tmp_path / "run", model=make_network, rounds=9, on_round=lambda r: r.round == 2
+    )
+    assert run["rounds"] == 2 and run["status"] == "finished"
+    assert run["reason"] == "ended early by on_round after round 2"
+    assert run.model() is not None
+    assert fb.resume(run.path, data=data, model=make_network)["rounds"] == 2
+
+
+def test_weights_from_a_file_are_the_start(data, tmp_path):
+    first = fb.run(data, tmp_path / "first", model="mlp(widths=(4,))", **ROUNDS)
+    file = str(first.path / "model.safetensors")
+    again = fb.run(
+        data, tmp_path / "again", model="mlp(widths=(4,))", init=file, seed=5, local={"lr": 0.0},
+        **ROUNDS,
+    )  # fmt: skip
+    assert same_models(first.path, again.path, slack=1e-6)
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"no tensors")
+    cases = [
+        (str(tmp_path / "none"), "mlp(widths=(4,))", "init: .*none does not exist"),
+        (str(broken), "mlp(widths=(4,))", "init: .*broken.safetensors is not a readable safetens"),
+        (file, "mlp(widths=(3,))", r"init: .* has the shape \[4.*the network's has \[3"),
+        (file, "logistic", "init: .* holds 'body.* does not fit"),
+    ]
+    for init, model, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            fb.run(data, tmp_path / "bad", model=model, init=init, **ROUNDS)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda shape, outputs: 3, "model: <lambda> returned a int, not a torch.nn.Module"),
+        (lambda shape: nn.Linear(5, 1), r"model: <lambda> cannot be called with \(shape, classes"),
+        (nn.Linear(5, 7), r"model: .* gives 7 outputs a row, and the task classification needs 2"),
+        (nn.LazyLinear(2), "model: weight of LazyLinear has no shape yet"),
+        (nn.Linear(5, 2, device="meta"), "model: weight of Linear is on the device 'meta'"),
+    ],
+)
+def test_networks_that_do_not_fit_are_refused(data, tmp_path, model, message):
+    with pytest.raises(ConfigError, match=message):
+        fb.run(data, tmp_path / "run", model=model, **ROUNDS)
+
+
+def test_calls_that_make_no_sense_are_refused(data, tmp_path):
+    cases = [
+        (lambda: fb.run(data, data=data), "the data is given twice"),
+        (lambda: fb.compare(data, "fedavg"), r"methods is 'fedavg': give a list"),
+        (lambda: fb.compare(data, ["fedavg"], method="fedavg"), r"takes methods=\[...\]"),
+        (lambda: fb.compare(data, ["fedavg"], jobs=0), "jobs must be at least 1, got 0"),
+        (lambda: fb.run(data, lr=0.1), "unknown setting 'lr'; did you mean local.lr"),
+        (lambda: fb.run(3), r"data is a int: give \(x, y\)"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            call()
+
+
+# -- comparisons -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def comparison(data, tmp_path_factory):
+    return fb.compare(
+        data,
+        ["fedavg", fb.wima(fb.scaffold(), window=2)],
+        seeds=range(2),
+        out=tmp_path_factory.mktemp("comparison") / "c",
+        model=make_network,
+        task="binary",
+        rounds=2,
+        jobs=1,
+        progress=False,
+    )
+
+
+def test_a_comparison_shows_itself(comparison, tmp_path):
+    assert [(run["method"], run["seed"]) for run in comparison] == [
+        ("fedavg", 0), ("wima(scaffold, window=2)", 0),
+        ("fedavg", 1), ("wima(scaffold, window=2)", 1),
+    ]  # fmt: skip
+    assert len(comparison) == 4 and len(comparison.frame) == 4
+    assert {"method", "seed", "auroc_last", "path"} <= set(comparison.frame.columns)
+    assert len(comparison.rounds) == 8
+    assert "wima(scaffold, window=2)" in repr(comparison)
+    page = comparison._repr_html_()
+    assert "<table>" in page and "data:image/png" in page and comparison.verdict[:20] in page
+    assert comparison.report(tmp_path / "report.html").read_text().startswith("<!")
+
+
+def test_the_best_run_is_of_the_method_with_the_best_mean(comparison):
+    frame = comparison.frame
+    means = frame.groupby("method")["auroc_mean_last10"].mean()
+    own = frame[frame["method"] == means.idxmax()]
+    assert comparison.best["auroc_mean_last10"] == own["auroc_mean_last10"].max()
+    assert comparison.best["method"] == means.idxmax()
+
+
+def test_prediction_equals_the_network_by_hand(comparison):
+    x, _, _ = table(seed=3)
+    module = comparison.best.model()
+    with torch.no_grad():
+        chance = module(torch.from_numpy(x)).sigmoid()[:, 0].numpy()
+    told = comparison.best.predict(x, probabilities=True)
+    assert np.allclose(told[:, 1], chance, atol=1e-6)
+    assert (comparison.best.predict(x) == np.where(chance > 0.5, "1", "0")).all()
+    with pytest.raises(ValueError, match=r"rows have the shape \[200, 4\], the network takes \[n,"):
+        comparison.best.predict(x[:, :4])
+
+
+def test_processes_give_the_same_runs(comparison, data, tmp_path):
+    other = fb.compare(
+        data,
+        ["fedavg", fb.wima(fb.scaffold(), window=2)],
+        seeds=range(2),
+        out=tmp_path / "c",
+        model=make_network,
+        task="binary",
+        rounds=2,
+        jobs=2,
+        progress=False,
+    )
+    for one, two in zip(comparison, other, strict=True):
+        assert same_models(one.path, two.path)
+
+
+def test_stored_data_is_the_data(data, tmp_path):
+    opened = StoredDataset.write(data, tmp_path / "stored").open()
+    assert isinstance(opened.train.inputs, np.memmap)
+    for split in ("train", "test"):
+        for name in ("inputs", "labels", "groups"):
+            one, two = (getattr(getattr(each, split), name) for each in (data, opened))
+            assert np.array_equal(one, two)
+    assert (opened.name, opened.classes, opened.group_names) == (
+        data.name, data.classes, data.group_names,
+    )  # fmt: skip
+
+
+SCRIPT = """
+import numpy as np
+import fedbasin as fb
+from torch import nn
+
+x = np.random.default_rng(0).normal(size=(60, 3)).astype("float32")
+{definition}
+result = fb.compare((x, x[:, 0]), ["fedavg"], seeds=[0, 1], rounds=1, out="out", jobs={jobs},
+                    model={model}, partition={{"clients": 3}})
+print("runs", len(result))
+"""
+NETWORK = "def mine(shape, outputs):\n    return nn.Linear(shape[0], outputs)\n"
+
+
+@pytest.mark.parametrize(
+    ("definition", "model", "jobs", "expected"),
+    [
+        ("", "'logistic'", 2, "runs 2"),  # the script has no main guard
+        (NETWORK, "mine", 2, "mine is defined in script.py, which other processes must import"),
+        (NETWORK, "mine", None, "runs 2"),
+    ],
+)
+def test_scripts_without_a_main_guard(tmp_path, definition, model, jobs, expected):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(definition=definition, model=model, jobs=jobs))
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert expected in done.stdout + done.stderr
+
+
+def test_what_a_notebook_defines_runs_in_one_process(data, tmp_path):
+    code = (
+        "import fedbasin as fb, numpy as np\nfrom dataclasses import dataclass\n"
+        "from fedbasin.methods import FedAvg\n"
+        "@fb.entry('method')\n@dataclass(frozen=True)\nclass Mine(FedAvg):\n    'Mine.'\n"
+        "x = np.random.default_rng(0).normal(size=(60, 3))\n"
+        "def go(jobs):\n"
+        "    return fb.compare((x, x[:, 0]), ['mine'], seeds=[0, 1], rounds=1,\n"
+        "        out=f'out{jobs}', jobs=jobs, model='logistic', partition={'clients': 3})\n"
+        "print('runs', len(go(None)))\n"
+        "try:\n    go(2)\nexcept ValueError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-"], input=code, cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert "runs 2" in done.stdout, done.stderr
+    assert "mine is defined in this notebook" in done.stdout
