@@ -14,4 +14,9 @@ from fedbasin.data.dataset import DataError as DataError
 from fedbasin.data.dataset import Dataset as Dataset
 from fedbasin.data.dataset import Rows as Rows
 from fedbasin.data.dataset import Splits as Splits
+from fedbasin.data.encoding import Encoding as Encoding
+from fedbasin.data.own_arrays import from_arrays as from_arrays
+from fedbasin.data.own_arrays import from_torch as from_torch
+from fedbasin.data.own_table import from_clients as from_clients
+from fedbasin.data.own_table import from_table as from_table
 from fedbasin.data.split import split as split

@@ -7,10 +7,13 @@ scaling and augmentation happen later, on the training device (`fedbasin.data.tr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from fedbasin.data.encoding import Encoding
 
 Kind = Literal["image", "text", "table"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -87,6 +90,9 @@ class Dataset:
         group_names: the name of every group, by number; empty without groups.
         mean: of images, per channel, subtracted from inputs scaled to [0, 1].
         std: of images, per channel, what the difference is divided by.
+        encoding: how the columns of a table became numbers; None for other data.
+        clients: whether groups are the clients of a federation. Then those with training rows have
+            the first numbers; others are only tested on.
     """
 
     name: str
@@ -97,6 +103,8 @@ class Dataset:
     group_names: tuple[str, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    encoding: Encoding | None = None
+    clients: bool = False
 
     def __post_init__(self) -> None:
         """Check that the splits are alike and that the labels are what `classes` says."""
@@ -126,6 +134,8 @@ class Dataset:
         if self.classes:
             for split in (self.train, self.test):
                 _check_classes(split.labels, len(self.classes))
+        if self.clients and self.train.groups is None:
+            raise ValueError("clients is True and train has no groups: give the client of each row")
 
 
 @dataclass(frozen=True, eq=False)
