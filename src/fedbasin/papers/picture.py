@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MARKS = "osv^D"  # of the papers, beside their colours
+_MARKS = "osv^D*"  # of the papers, beside their colours
 _VERDICTS = {"near": "#0072B2", "gain": "#56B4E9", "missed": "#D55E00"}
 _NO_VERDICT = "#777777"  # reduced, other data, or nothing in print to compare with
 _ACROSS = 3  # panels in a row
