@@ -258,6 +258,8 @@ def test_fractions_are_read_as_percent():
         ("fedprox = [", "fedporx = [", ("published.'fedporx'", "not a row")),
         ("[setup]", "[score]\nlast = 0\n[setup]", ("score.last is 0",)),
         ("[setup]", '[score]\nkind = "note"\n[setup]', ("score needs note",)),
+        ("[setup]", '[score]\nkind = "metric"\n[setup]', ("score.metric is ''",)),
+        ("[setup]", '[score]\nmetric = "loss"\n[setup]', ("score.metric is 'loss'",)),
         ("[setup]", '[score]\nkind = "rounds_to_target"\n[setup]', ("score.target is 0.0",)),
         ('name = "a"', 'name = "a"\nmethod = "fedavg"', ("row 'fedavg'", "column 'a'", "method")),
         ("[setup]", "[setup", ("x/table1.toml is not TOML",)),
