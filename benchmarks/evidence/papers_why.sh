@@ -4,11 +4,11 @@
 #   benchmarks/evidence/papers_why.sh OUT [FINDING...]     FINDING: feddyn, feddf, collapse, shrinking, distilled,
 #                                                          tuned, shifted, precision, slow, shrunk,
 #                                                          averaged, split, pulled, taught, generated,
-#                                                          perturbed, refilled, mild, best, counted
+#                                                          perturbed, refilled, mild, best, counted, evened
 #
 # Every run is a folder in OUT; its summary.json has what it scores, its rounds.jsonl each round. JOBS run at once (one by
 # default); on a GPU several share it best through CUDA's multi-process service.
-# feddyn, feddf and collapse fit a CPU (a minute a round or less); the others want a GPU.
+# evened takes a CPU seconds; feddyn, feddf and collapse fit one (a minute a round or less); the others want a GPU.
 set -euo pipefail
 out=$1
 shift
@@ -40,6 +40,14 @@ feddf() { # FedLAW's Table 3: do FedDF and FedBE collapse by the server's optimi
     cell fedbe fedlaw/table3 fedbe "fmnist lenet a0.1"
     try "sgd 0.08" --rounds 50 --set "method=fedbe(samples=1, mix='logits', temperature=1.0, epochs=100, \
 optimiser='sgd', lr=0.08, betas=(0.9, 0.999), average_every=0)"
+}
+
+evened() { # FLamby's heart disease: does SCAFFOLD lose by the plain mean over clients in its variate?
+    cell evened flamby/heart-disease fedavg centres
+    for seed in 42 43 44 45 46; do
+        try "uniform weights, seed $seed" --set "method=fedavg(weighting='uniform')" \
+            --set seed=$seed --set partition.seed=$seed
+    done
 }
 
 fresh() { # CHANGE METHOD [OPTION...]: without the momentum that lives through the run

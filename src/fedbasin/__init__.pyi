@@ -24,7 +24,9 @@ from fedbasin.core.metric import AccuracyPerClass as _AccuracyPerClass
 from fedbasin.core.metric import AveragePrecision as _AveragePrecision
 from fedbasin.core.metric import BalancedAccuracy as _BalancedAccuracy
 from fedbasin.core.metric import Brier as _Brier
+from fedbasin.core.metric import ByGroup as _ByGroup
 from fedbasin.core.metric import CIndex as _CIndex
+from fedbasin.core.metric import GroupMean as _GroupMean
 from fedbasin.core.metric import Loss as _Loss
 from fedbasin.core.metric import MacroF1 as _MacroF1
 from fedbasin.core.metric import Perplexity as _Perplexity
@@ -110,6 +112,7 @@ balanced_softmax = _BalancedSoftmax
 balancefl = _BalanceFL
 binary = _Binary
 brier = _Brier
+by_group = _ByGroup
 c_index = _CIndex
 class_balanced = _ClassBalanced
 classification = _Classification
@@ -143,6 +146,7 @@ fedwcm = _FedWCM
 fedyogi = _FedYogi
 focal = _Focal
 gamf = _GAMF
+group_mean = _GroupMean
 ima = _IMA
 kept_momentum = _KeptMomentum
 ldawa = _LDAWA
@@ -202,6 +206,7 @@ logistic: Callable[..., Choice]
 mlp: Callable[..., Choice]
 mobilenetv2: Callable[..., Choice]
 natural: Callable[..., Choice]
+only: Callable[..., Choice]
 pachinko: Callable[..., Choice]
 pfl_cnn: Callable[..., Choice]
 quantiles: Callable[..., Choice]

@@ -12,9 +12,10 @@ from torch import nn
 
 from fedbasin.core.catalogue import CATALOGUE, cards, entry
 from fedbasin.core.evaluator import Evaluator
-from fedbasin.core.expressions import parse
-from fedbasin.core.metric import MetricError, metrics_of
+from fedbasin.core.expressions import ExpressionError, parse
+from fedbasin.core.metric import MetricError, WholeLoss, metrics_of
 from fedbasin.core.net import Net
+from fedbasin.core.rng import root
 
 DRAWS = np.random.default_rng(3)
 MORE = {
@@ -167,6 +168,50 @@ def test_one_pass_by_group_equals_a_loop_over_groups(task):
         )
         for name, value in alone.items():
             assert float(found[name][group]) == pytest.approx(value, rel=1e-9, nan_ok=True), name
+
+
+def test_a_mean_over_groups_counts_each_group_once():
+    groups = np.repeat([0, 1, 3], [90, 20, 10])  # no rows in group 2
+    time, event = DRAWS.random(120), DRAWS.integers(0, 2, 120)
+    event[groups == 1] = 0  # no comparable pair in group 1
+    for task, metric, targets in (
+        ("survival", "c_index", np.stack([time, event], 1)),
+        ("binary", "accuracy", event),
+    ):
+        plain = evaluator(task, outputs=1, targets=targets)
+        more = (f"group_mean({metric})", f"by_group({metric})")
+        found = Evaluator(
+            plain.net, plain.inputs, plain.labels, plain.transform, plain.task, more,
+            rows_at_once=50, groups=torch.from_numpy(groups),
+        )  # fmt: skip
+        vector = plain.net.initial()[0]
+        by_group = plain.scores_by(vector, torch.from_numpy(groups), 4)[metric].numpy()
+        score = found.score(vector, last=True)
+        assert score[f"{metric}_by_group"] == pytest.approx(by_group.tolist(), nan_ok=True)
+        assert math.isnan(by_group[2]) and math.isnan(by_group[1]) == (task == "survival")
+        mean = float(np.nanmean(by_group))
+        assert score[f"{metric}_group_mean"] == pytest.approx(mean)
+        assert abs(mean - score[metric]) > 1e-4
+        assert f"{metric}_by_group" not in found.score(vector)  # lists: in the last round
+        # rows without groups are one group
+        alone = found.on(found.inputs, found.labels).score(vector, last=True)
+        assert alone[f"{metric}_by_group"] == [pytest.approx(alone[metric])]
+        some, rows = found.sample(40, root(1))
+        assert torch.equal(some.groups, torch.from_numpy(groups)[rows])
+
+
+def test_a_mean_over_groups_has_the_direction_and_unit_of_what_it_averages():
+    task = parse("regression(headline='group_mean(rmse)')", "task")
+    assert metrics_of(task)[0].headline == ("rmse_group_mean", False, "")
+    (*_, accuracy) = metrics_of(parse("binary", "task"), ("group_mean",))
+    assert accuracy.headline == ("accuracy_group_mean", True, "%")
+    (*_, loss) = metrics_of(parse("survival", "task"), ("group_mean(loss)",))
+    assert isinstance(loss.inner, WholeLoss) and not loss.headline.higher_is_better
+    with pytest.raises(MetricError, match="c_index does not fit the task binary"):
+        metrics_of(parse("binary", "task"), ("group_mean(c_index)",))
+    for nested in ("accuracy_per_class", "group_mean(accuracy)"):
+        with pytest.raises(ExpressionError, match="of must be a metric that is one number"):
+            parse(f"group_mean({nested})", "metric")
 
 
 def test_many_models_at_once_are_measured_as_one_by_one():

@@ -108,6 +108,16 @@ def test_scores_are_what_the_papers_average():
     assert score_of(Score(), []) is None
 
 
+def test_another_metric_is_a_score_times_100():
+    records = [RoundRecord(n, {"accuracy": 0.1, "c_index_group_mean": n / 10}) for n in range(1, 6)]
+    last = Score("metric", metric="c_index_group_mean", last=1)
+    assert score_of(last, records) == pytest.approx(50)
+    assert score_of(replace(last, last=2), records) == pytest.approx(45)
+    assert score_of(replace(last, metric="auroc"), records) is None
+    assert last.text == "c index group mean (x 100), last round"
+    assert replace(last, last=2).text == "c index group mean (x 100), mean of the last 2 rounds"
+
+
 def test_rounds_that_were_not_scored_do_not_count():
     records = [RoundRecord(1, {"accuracy": 0.5}), RoundRecord(2), RoundRecord(3, {"accuracy": 0.7})]
     assert score_of(Score(last=3), records) == pytest.approx(60)

@@ -40,6 +40,14 @@ def test_only_clients_that_hold_data_are_drawn_and_all_of_them(source):
     assert set(np.concatenate(drawn).tolist()) == set(holders.tolist())
 
 
+def test_clients_may_be_named():
+    for cohort in cohorts("only(clients=(7, 3, 7))", rounds=3):
+        assert cohort.tolist() == [3, 7]
+    for named in ("()", "(40,)", "(-1,)"):
+        with pytest.raises(ValueError, match=r"numbered 0 to 39; .* only\(clients=\(0,\)\)"):
+            cohorts(f"only(clients={named})")
+
+
 def test_everyone_may_be_asked_for():
     assert cohorts("count(clients=40)", rounds=1)[0].tolist() == EVERYONE.tolist()
 

@@ -84,5 +84,6 @@ def _answers(task: Task, interface: Interface, outputs: Tensor, probabilities: b
         return np.asarray(outputs.squeeze(-1).numpy())
     answers = np.asarray(task.answers(outputs).numpy())
     if interface.classes and answers.ndim == 1:
-        return np.array(interface.classes)[answers]
+        named: np.ndarray = np.array(interface.classes)[answers]
+        return named
     return answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 console = wide_console()
 OUT = Path("runs/papers")
+_SEEDS = re.compile(r"(?P<first>\d{1,9})(-(?P<last>\d{1,9}))?")
 
 Name = Annotated[str, typer.Argument(help="A table or figure, such as ima/table1.")]
 Rows = Annotated[
@@ -72,7 +74,7 @@ def run(
     rows: Rows = "*",
     columns: Columns = "*",
     seeds: Annotated[
-        str | None, typer.Option(help="Seeds, separated by commas; the table's by default.")
+        str | None, typer.Option(help="Seeds, as in 0,1,2 or 0-39; the table's by default.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     rounds: Annotated[
@@ -310,7 +312,13 @@ def _describe(table: Table) -> None:
 
 
 def _read_seeds(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--seeds is {text!r}; write numbers with commas, as in 0,1,2") from error
+    """Read numbers and ranges, as in 0,1,5-9; each seed once."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        match = _SEEDS.fullmatch(part.strip())
+        first = int(match["first"]) if match else 0
+        last = int(match["last"] or first) if match else -1
+        if last < first:
+            raise ValueError(f"--seeds is {text!r}; write numbers with commas, as in 0,1,2 or 0-39")
+        seeds += range(first, last + 1)
+    return list(dict.fromkeys(seeds))

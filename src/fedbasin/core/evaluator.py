@@ -20,6 +20,7 @@ from torch.func import vmap
 from fedbasin.core.metric import (
     MAE,
     Accuracy,
+    GroupMetric,
     Loss,
     Metric,
     MetricError,
@@ -80,6 +81,8 @@ class Evaluator:
         buffers: statistics [Q] for `logits`, `loss` and `measure`; the network's own if None.
         rows_at_once: rows in one forward pass.
         models_at_once: models in one forward pass of a landscape; 0 chooses by device and network.
+        groups: int64 [n], the group (a hospital, a domain) of every row, for metrics over groups;
+            without it all rows are one group.
     """
 
     net: Net
@@ -91,6 +94,7 @@ class Evaluator:
     buffers: Tensor | None = None
     rows_at_once: int = 1000
     models_at_once: int = 0
+    groups: Tensor | None = None
     _captured: dict[Any, _Captured | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -138,6 +142,10 @@ class Evaluator:
         """Return the same rows, for models with other statistics."""
         return replace(self, buffers=buffers)
 
+    def on(self, inputs: Tensor, labels: Tensor, groups: Tensor | None = None) -> Evaluator:
+        """Return the same scoring on other rows."""
+        return replace(self, inputs=inputs, labels=labels, groups=groups)
+
     def sample(self, count: int, key: Key) -> tuple[Evaluator, Tensor]:
         """Return at most so many rows, drawn without replacement (0: all), and which they are."""
         rows = torch.arange(len(self))
@@ -146,7 +154,8 @@ class Evaluator:
         drawn = key.fold("rows").numpy().permutation(len(self))[:count]
         rows = torch.from_numpy(drawn).sort().values
         here = rows.to(self.labels.device)
-        return replace(self, inputs=self.inputs[here], labels=self.labels[here]), rows
+        groups = None if self.groups is None else self.groups[here]
+        return self.on(self.inputs[here], self.labels[here], groups), rows
 
     def logits(self, vector: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return the outputs [n, ...] of a model on the chosen rows, differentiable in it."""
@@ -197,6 +206,11 @@ class Evaluator:
             labels = self.labels.cpu()
             for whole in by_sets:
                 values[whole.name] = [whole.value(self.task, o, labels) for o in outputs]
+        by_groups = [m for m in chosen if isinstance(m, GroupMetric)]
+        if by_groups:
+            tables = [self._group_values(model, statistics, by_groups) for model in models]
+            for over in by_groups:
+                values[over.name] = [over.of_groups(table[over.inner.name]) for table in tables]
         names = [m.name for m in chosen]
         return [{name: values[name][i] for name in names} for i in range(len(models))]
 
@@ -252,9 +266,31 @@ class Evaluator:
         Returns:
             By metric one number a group, float64 [count]; NaN where it is undefined.
         """
-        statistics = self._statistics(buffers)
-        by_rows = tuple(m for m in self.metrics if isinstance(m, RowMetric))
-        by_sets = [m for m in self.metrics if isinstance(m, SetMetric)]
+        own = tuple(m for m in self.metrics if not isinstance(m, GroupMetric))
+        return self._values_by(vector, self._statistics(buffers), own, group, count)
+
+    def _group_values(
+        self, vector: Tensor, buffers: Tensor, metrics: Sequence[GroupMetric]
+    ) -> dict[str, Tensor]:
+        """Return what metrics over groups are made of, by inner metric [G]."""
+        group = self.groups
+        if group is None:
+            group = torch.zeros(len(self), dtype=torch.int64, device=self.labels.device)
+        inner = {metric.inner.name: metric.inner for metric in metrics}
+        count = int(group.max()) + 1
+        return self._values_by(vector, buffers, tuple(inner.values()), group, count)
+
+    def _values_by(
+        self,
+        vector: Tensor,
+        statistics: Tensor,
+        metrics: tuple[Metric, ...],
+        group: Tensor,
+        count: int,
+    ) -> dict[str, Tensor]:
+        """Return metrics of the rows of every group, in one pass."""
+        by_rows = tuple(m for m in metrics if isinstance(m, RowMetric))
+        by_sets = [m for m in metrics if isinstance(m, SetMetric)]
         group = group.to(self.labels.device)
         sums: list[Tensor] = []
         kept: list[Tensor] = []
@@ -275,7 +311,7 @@ class Evaluator:
         }
         if by_sets:
             values |= self._sets_by(by_sets, torch.cat(kept), group.cpu(), count)
-        return {metric.name: values[metric.name] for metric in self.metrics}
+        return {metric.name: values[metric.name] for metric in metrics}
 
     def _sets_by(
         self, metrics: Sequence[SetMetric], outputs: Tensor, group: Tensor, count: int

@@ -1,7 +1,8 @@
 """Metrics: numbers that say how good a model is.
 
 A `RowMetric` adds up over rows on the device: it is cheap, and can be scored by client. A
-`SetMetric` is a function of all outputs, on the host: scikit-learn's where it has one.
+`SetMetric` is a function of all outputs, on the host: scikit-learn's where it has one. A
+`GroupMetric` is made of another metric's values on each group of rows, such as a hospital's.
 
 A metric of your own is a function of the outputs and targets of a batch:
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -399,6 +400,75 @@ class OwnMetric(MeanMetric):
         return values
 
 
+_ACCURACY = Accuracy()
+
+
+@dataclass(frozen=True)
+class GroupMetric(Metric):
+    """A metric of another metric's values on each group of the scored rows.
+
+    Rows without groups are one group.
+    """
+
+    of: Metric | Choice = _ACCURACY
+
+    def __post_init__(self) -> None:
+        if isinstance(self.of, GroupMetric) or not getattr(self.of, "scalar", True):
+            raise ValueError(f"of must be a metric that is one number, got {self.of.name}")
+
+    @property
+    def name(self) -> str:
+        """The inner metric's column, and what is made of it."""
+        return f"{self.of.name}_{card_of(self).name}"
+
+    @property
+    def headline(self) -> Headline:
+        """The direction and unit of the inner metric."""
+        return self.inner.headline._replace(name=self.name)
+
+    @property
+    def inner(self) -> Metric:
+        """The metric of each group."""
+        return OwnMetric(self.of) if isinstance(self.of, Choice) else self.of
+
+    @abstractmethod
+    def of_groups(self, values: Tensor) -> float | list[float]:
+        """Return the metric from the values of the groups, float64 [G]; NaN where undefined."""
+
+
+@entry("metric", name="group_mean")
+@dataclass(frozen=True)
+class GroupMean(GroupMetric):
+    """The plain mean of a metric over groups of rows, each group counted once.
+
+    A group for which it is undefined is left out.
+
+    Args:
+        of: the metric of each group; accuracy unless given.
+    """
+
+    def of_groups(self, values: Tensor) -> float:
+        """Return the mean of the values that are defined."""
+        return float(values.nanmean())
+
+
+@entry("metric", name="by_group")
+@dataclass(frozen=True)
+class ByGroup(GroupMetric):
+    """A metric of each group of rows, by the group's number.
+
+    Args:
+        of: the metric of each group; accuracy unless given.
+    """
+
+    scalar: ClassVar[bool] = False
+
+    def of_groups(self, values: Tensor) -> list[float]:
+        """Return all values."""
+        listed: list[float] = values.tolist()
+        return listed
+
+
 class MetricError(ValueError):
     """A metric that does not fit a task, with those that do."""
 
@@ -407,24 +477,31 @@ def metrics_of(task: Task, more: tuple[str, ...] = ()) -> tuple[Metric, ...]:
     """Return the metrics of a task and those asked for beside them, each once."""
     metrics: dict[str, Metric] = {}
     for expression in (*task.metrics, *more):
-        read: Any = parse(expression, "metric")
-        metric: Metric = OwnMetric(read) if isinstance(read, Choice) else read
-        if isinstance(metric, Loss) and not isinstance(task, RowTask):
-            metric = WholeLoss()
-        if metric.fits and task.kind not in metric.fits:
-            fitting = [
-                card.name
-                for card in CATALOGUE.values()
-                if card.kind == "metric" and task.kind in getattr(card.make, "fits", ())
-            ]
-            raise MetricError(
-                f"metric {metric.name} does not fit the task {task_name(task)}; "
-                f"available: {', '.join(fitting)}"
-            )
+        metric = _fitted(parse(expression, "metric"), task)
         if metric.name in COLUMNS or metric.name.startswith("note_"):
             raise MetricError(f"metric {metric.name}: the name is a column of the records")
         metrics[metric.name] = metric
     return tuple(metrics.values())
+
+
+def _fitted(read: Metric | Choice, task: Task) -> Metric:
+    """Return what an expression names as a metric of this task; refuse one that does not fit."""
+    if isinstance(read, GroupMetric):
+        return replace(read, of=_fitted(read.of, task))
+    metric: Metric = OwnMetric(read) if isinstance(read, Choice) else read
+    if isinstance(metric, Loss) and not isinstance(task, RowTask):
+        metric = WholeLoss()
+    if metric.fits and task.kind not in metric.fits:
+        fitting = [
+            card.name
+            for card in CATALOGUE.values()
+            if card.kind == "metric" and task.kind in getattr(card.make, "fits", ())
+        ]
+        raise MetricError(
+            f"metric {metric.name} does not fit the task {task_name(task)}; "
+            f"available: {', '.join(fitting)}"
+        )
+    return metric
 
 
 def task_name(task: Task) -> str:

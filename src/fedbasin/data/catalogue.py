@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedbasin.data import cache, images, text
+from fedbasin.data import cache, centres, images, text
 from fedbasin.data.arrays import Contents, Progress
 from fedbasin.data.cache import Entry
 from fedbasin.data.dataset import DataError, Dataset
@@ -20,6 +20,9 @@ _BUILDERS: dict[Layout, Callable[[Source, list[SourceFile], Path, Progress], Con
     "images": images.build,
     "roles": text.build_roles,
     "windows": text.build_windows,
+    "tcga_brca": centres.build_tcga_brca,
+    "heart_disease": centres.build_heart_disease,
+    "heart_disease_pooled": centres.build_heart_disease_pooled,
 }
 
 

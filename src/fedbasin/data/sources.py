@@ -16,7 +16,7 @@ from fedbasin.data import labels
 from fedbasin.data.dataset import DataError, Kind
 from fedbasin.data.embedded import EMBEDDED
 
-Layout = Literal["images", "roles", "windows"]
+Layout = Literal["images", "roles", "windows", "tcga_brca", "heart_disease", "heart_disease_pooled"]
 CHANNELS = {"L": 1, "RGB": 3}
 
 
@@ -96,13 +96,14 @@ class Source:
 
     @property
     def kind(self) -> Kind:
-        """Whether inputs are images or text."""
-        return "image" if self.layout == "images" else "text"
+        """Whether inputs are images, text or a table."""
+        kinds: dict[Layout, Kind] = {"images": "image", "roles": "text", "windows": "text"}
+        return kinds.get(self.layout, "table")
 
     @property
     def needs_test(self) -> bool:
         """Whether a test split must be published with it; text is cut by its position instead."""
-        return self.kind == "image" and self.holdout is None
+        return self.kind != "text" and self.holdout is None
 
 
 _HALF = (0.5, 0.5, 0.5)
@@ -120,6 +121,7 @@ _MNIST = Part(
 _USPS = Part("flwrlabs/usps", ("data", "default"), "image", "label")
 _SVHN = Part("ufldl-stanford/svhn", ("cropped_digits",), "image", "label")
 _MNIST_M = Part("Mike0307/MNIST-M", ("data", "default"), "image", "label")
+_HEART = Part("local/fed-heart-disease", ("flamby",), on_hub=False)
 _SYNTHETIC = Part("local/synthetic-digits", ("data",), "image", "label", on_hub=False)
 
 
@@ -228,6 +230,20 @@ _TABLE = (
         (Part("flwrlabs/shakespeare", ("data", "default"), "x", "y", group="character_id"),),
         layout="windows", classes=labels.CHARACTERS,
         rows=(4_226_158, 0), shape=(80,), groups="role", paper="WIMA",
+    ),
+    Source(
+        "fed_tcga_brca", (Part("local/fed-tcga-brca", ("data",), on_hub=False),),
+        layout="tcga_brca",
+        rows=(866, 222), shape=(39,), groups="centre", paper="FLamby",
+    ),
+    Source(
+        "fed_heart_disease", (_HEART,), layout="heart_disease", classes=("healthy", "ill"),
+        rows=(486, 254), shape=(13,), groups="centre", paper="FLamby",
+    ),
+    Source(
+        "fed_heart_pooled", (_HEART,), layout="heart_disease_pooled",
+        classes=("healthy", "ill"),
+        rows=(486, 254), shape=(13,), groups="centre", paper="FLamby",
     ),
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from fedbasin.core.permutations import Group
 from fedbasin.core.rng import Key, root
 from fedbasin.core.task import Targets, Task
 from fedbasin.data import Dataset, Rows
-from fedbasin.experiment.checks import check_needs, log_cautions
+from fedbasin.experiment.checks import check_groups, check_needs, log_cautions
 from fedbasin.experiment.config import ConfigError, Experiment
 from fedbasin.experiment.executors import pick_device, pick_executor, pick_precision
 from fedbasin.experiment.interface import Interface
@@ -63,6 +63,7 @@ def build(
     dtype = pick_precision(experiment.sim.precision, device)
     key = root(experiment.seed)
     dataset = dataset_of(experiment, data_dir)
+    check_groups(experiment, dataset)
     task: Task = parse(experiment.task, "task")
     outputs = _outputs(task, dataset)
     rows = cut_rows(experiment, dataset)
@@ -74,7 +75,9 @@ def build(
 
     def evaluator_of(part: Rows) -> Evaluator:
         inputs, labels = _on_device(part, device)
-        return Evaluator(net, inputs, labels, transform, task, experiment.sim.metrics)
+        groups = None if part.groups is None else as_tensor(part.groups, device)
+        more = experiment.sim.metrics
+        return Evaluator(net, inputs, labels, transform, task, more, groups=groups)
 
     train = rows.splits.train
     population = Population.of(train.inputs, train.labels, rows.parts.clients, device)
@@ -84,7 +87,8 @@ def build(
     test = evaluator_of(rows.splits.test)
     trained_on = None
     if experiment.sim.evaluate_train:
-        trained_on = replace(test, inputs=population.inputs, labels=population.labels)
+        owners = as_tensor(np.repeat(np.arange(len(population)), population.sizes), device)
+        trained_on = test.on(population.inputs, population.labels, owners)
     context = replace(
         _context(experiment, net, population, key),
         proxy=proxy,

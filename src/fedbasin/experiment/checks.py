@@ -6,10 +6,11 @@ import logging
 
 import numpy as np
 
+from fedbasin import data
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method
-from fedbasin.core.metric import MetricError, metrics_of
+from fedbasin.core.metric import GroupMetric, MetricError, metrics_of
 from fedbasin.core.needs import NeedError, check_task
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Setting
@@ -43,6 +44,17 @@ def check_needs(experiment: Experiment) -> None:
         raise ConfigError(
             f"{method} learns from data on the server: set data.proxy_per_class (10 in the paper), "
             "or data.proxy_rows where there are no classes"
+        )
+
+
+def check_groups(experiment: Experiment, dataset: data.Dataset) -> None:
+    """Refuse a metric over groups where the test rows have no groups."""
+    metrics = metrics_of(parse(experiment.task, "task"), experiment.sim.metrics)
+    over = [metric.name for metric in metrics if isinstance(metric, GroupMetric)]
+    if over and dataset.test.groups is None:
+        raise ConfigError(
+            f"metric {over[0]} is made of the groups of the test rows, and {dataset.name} has no "
+            "groups: give them in Rows(inputs, labels, groups), or leave the metric out"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +71,11 @@ def _load(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> D
         vector, buffers = (part.flat({n: named[n] for n in part.names}) for part in layouts)  # type: ignore[misc]
         return vector, buffers
 
+    owner = torch.from_numpy(np.repeat(np.arange(len(population)), population.sizes))
     return Data(
         test=test,
-        train=replace(test, inputs=population.inputs, labels=population.labels),
-        owner=torch.from_numpy(np.repeat(np.arange(len(population)), population.sizes)),
+        train=test.on(population.inputs, population.labels, owner),
+        owner=owner,
         counts=population.class_counts(len(classes)),
         class_names=classes,
         cohort=lambda round: federation.cohort(round - 1)[1],

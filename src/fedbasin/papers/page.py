@@ -26,10 +26,11 @@ _HEAD = """\
 <!-- Written by `fedbasin paper show --markdown`; a test fails when it is out of date. -->
 # The papers' tables, ours beside theirs
 
-Every experiment of the five papers is a file in `src/fedbasin/papers/tables/`: its settings, its
-grid and the published numbers. `fedbasin paper run` runs cells of it, `fedbasin paper show` puts
-the result beside the paper's. A line for each cell and seed that was run, with its command, commit,
-device and versions, is in `src/fedbasin/papers/results/`.
+Every experiment of the five papers, and two of the benchmark FLamby, is a file in
+`src/fedbasin/papers/tables/`: its settings, its grid and the published numbers. `fedbasin paper
+run` runs cells of it, `fedbasin paper show` puts the result beside the paper's. A line for each
+cell and seed that was run, with its command, commit, device and versions, is in
+`src/fedbasin/papers/results/`.
 
 ```bash
 fedbasin paper list ima/table1       # its rows and columns, what they run, what the paper says

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MARKS = "osv^D"  # of the papers, beside their colours
+_MARKS = "osv^D*"  # of the papers, beside their colours
 _VERDICTS = {"near": "#0072B2", "gain": "#56B4E9", "missed": "#D55E00"}
 _NO_VERDICT = "#777777"  # reduced, other data, or nothing in print to compare with
 _ACROSS = 3  # panels in a row
@@ -27,7 +27,7 @@ Pair = Callable[[Compared], tuple[float | None, float | None]]
 
 
 def draw_all(cells: Sequence[Compared], path: Path) -> Path:
-    """Draw the accuracies and gains of all cells with a verdict, the paper's against ours.
+    """Draw the scores and gains of all cells with a verdict, the paper's against ours.
 
     Args:
         cells: cells of any tables.
@@ -40,7 +40,7 @@ def draw_all(cells: Sequence[Compared], path: Path) -> Path:
         raise ValueError("no cell of what was asked for has a verdict to draw")
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.set_title(f"accuracy, %; grey: within {NEAR:g} points", fontsize=10, loc="left")
+    left.set_title(f"accuracy or c-index, %; grey: within {NEAR:g} points", fontsize=10, loc="left")
     _against(left, judged, lambda c: (c.published.value, c.ours.mean if c.ours else None))
     line = np.array(left.get_xlim())
     left.fill_between(line, line - NEAR, line + NEAR, color="black", alpha=0.1, linewidth=0)

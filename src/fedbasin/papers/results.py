@@ -47,7 +47,8 @@ class Result:
     device: str
     versions: dict[str, str]
     seconds: float
-    accuracies: dict[str, float] = field(default_factory=dict)  # in percent, by scored round
+    # of each scored round, in percent; where the score is another metric, that one times 100
+    accuracies: dict[str, float] = field(default_factory=dict)
 
     @property
     def reduced(self) -> bool:
@@ -91,6 +92,8 @@ def score_of(score: Score, records: Iterable[RoundRecord]) -> float | None:
 def _accuracy(score: Score, record: RoundRecord) -> float | None:
     if score.kind == "accuracy_train":
         return record.metric("accuracy_train")
+    if score.kind == "metric":
+        return record.metric(score.metric)
     sent = record.metric("accuracy_send")
     if score.kind == "accuracy_send" and sent is not None:
         return sent

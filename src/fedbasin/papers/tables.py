@@ -42,20 +42,23 @@ class Score:
     Args:
         kind: ``"accuracy"`` of the scored model, ``"accuracy_train"`` of it on all clients' rows
             or ``"accuracy_send"`` of the broadcast one (in percent, mean of the last rounds),
+            ``"metric"``: another column of the records (times 100, mean of the last rounds),
             ``"rounds_to_target"``, or ``"note"``: a number that the method leaves in the record.
         last: how many rounds are averaged.
         target: the accuracy to reach, in percent.
         note: the name of the note.
         between: first and last round that a note is averaged over.
+        metric: the name of the column.
     """
 
-    kind: Literal["accuracy", "accuracy_train", "accuracy_send", "rounds_to_target", "note"] = (
-        "accuracy"
-    )
+    kind: Literal[
+        "accuracy", "accuracy_train", "accuracy_send", "metric", "rounds_to_target", "note"
+    ] = "accuracy"
     last: int = 10
     target: float = 0.0
     note: str = ""
     between: tuple[int, ...] = ()
+    metric: str = ""
 
     @property
     def text(self) -> str:
@@ -65,6 +68,9 @@ class Score:
             return f"first round at {self.target:g} %{mean}"
         if self.kind == "note":
             return f"{self.note}, mean of rounds {self.between[0]} to {self.between[1]}"
+        if self.kind == "metric":
+            when = f"mean of the last {self.last} rounds" if self.last > 1 else "last round"
+            return f"{self.metric.replace('_', ' ')} (x 100), {when}"
         which = {"accuracy_send": " of the broadcast model", "accuracy_train": " on clients' rows"}
         return f"accuracy{which.get(self.kind, '')} (%), mean of the last {self.last} rounds"
 
@@ -204,7 +210,7 @@ def _named(axes: Iterable[Axis], name: str) -> Axis:
 
 def paper_names() -> list[str]:
     """Return the short names of the papers."""
-    return ["ima", "fedlaw", "wima", "fedcda", "fedwcm"]
+    return ["ima", "fedlaw", "wima", "fedcda", "fedwcm", "flamby"]
 
 
 @cache
@@ -273,6 +279,11 @@ def _check_score(score: Score, where: str) -> None:
         raise PaperError(f"{where}.target is {score.target}, it must be a percentage")
     if score.kind == "note" and (not score.note or len(score.between) != 2):
         raise PaperError(f"{where} needs note = a name and between = [first, last]")
+    if (score.kind == "metric") != bool(score.metric):
+        raise PaperError(
+            f"{where}.metric is {score.metric!r}: name a column of the records where kind is "
+            '"metric", and nowhere else'
+        )
 
 
 def _check(table: Table, where: str) -> None:

@@ -67,6 +67,21 @@ def bernoulli(
     return eligible[rng.random(len(eligible)) < rate]
 
 
+@entry("participation")
+def only(
+    eligible: np.ndarray, rng: np.random.Generator, round: int, *, clients: tuple[int, ...]
+) -> np.ndarray:
+    """The same clients in every round, by number: one of them is a client that trains alone."""
+    absent = sorted(set(clients) - set(eligible.tolist()))
+    if absent or not clients:
+        raise ValueError(
+            f"participation: clients is {clients}, and the clients that hold data are numbered "
+            f"{eligible.min()} to {eligible.max()}; name some of these, such as "
+            f"only(clients=({eligible[0]},))"
+        )
+    return np.unique(np.array(clients, dtype=eligible.dtype))
+
+
 def draw_cohort(choice: Choice, eligible: np.ndarray, key: Key, round: int) -> np.ndarray:
     """Draw a round's cohort of at least one client; an empty draw is repeated with the next key."""
     key = key.fold("cohort", round)
