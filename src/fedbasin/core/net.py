@@ -93,6 +93,11 @@ class Net:
         self._channels_last = convolves and self.device.type == "cpu"
         # a module may say that compiling does not pay; for recurrent layers it takes minutes
         self.compiles = bool(getattr(module, "compiles", True)) and not is_recurrent(module)
+        # and that training several clients as one matrix does not
+        self.stacks = bool(getattr(module, "stacks", True))
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.frozen_size = sum(p.numel() for p in frozen)
+        self.frozen_bytes = sum(p.nbytes for p in frozen)
         self._may_draw = may_draw(module)
         self._counters = [
             (n, b) for n, b in module.named_buffers() if not b.is_floating_point() and b.dim() == 0
@@ -101,7 +106,9 @@ class Net:
         self._initial = self.layout.flat({n: p.detach() for n, p in trainable})
         self._initial_buffers = self.buffer_layout.flat(dict(statistics)).to(device, dtype)
         self._training = _Exposed(module).train()
-        self._scoring = copy.deepcopy(self._training).eval()
+        # parameters are the same tensors: those that train are replaced, the others never change
+        shared: dict[int, Any] = {id(p): p for p in module.parameters()}
+        self._scoring = copy.deepcopy(self._training, shared).eval()
 
     def initial(self) -> tuple[Tensor, Tensor]:
         """Return fresh copies of the module's own weights [P] and statistics [Q]."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 Weighting = Literal["samples", "uniform"]
+_A, _B = "lora_A", "lora_B"  # what LoRA's matrices are called, here and in peft
 Part = Literal["all", "head", "backbone"]  # of a network: its last linear layer, or the rest
 
 
@@ -26,6 +27,9 @@ class Layout:
         names: names of the parts, in the order they lie.
         shapes: their shapes.
         head: names of the parts that belong to the last linear layer.
+
+    `pairs` are the names of LoRA's matrices A and B that belong together, recognised by
+    ``lora_A`` and ``lora_B`` in their names, as fedbasin and peft call them.
     """
 
     names: tuple[str, ...]
@@ -34,6 +38,7 @@ class Layout:
     sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # elements of each part
     size: int = field(init=False, repr=False, compare=False)  # of the whole vector, P
     slices: Mapping[str, slice] = field(init=False, repr=False, compare=False)  # where parts lie
+    pairs: tuple[tuple[str, str], ...] = field(init=False, repr=False, compare=False)  # (A, B)
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], head: tuple[str, ...] = ()) -> Layout:
@@ -51,6 +56,7 @@ class Layout:
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "size", ends[-1])
         object.__setattr__(self, "slices", {name: slice(a, b) for name, a, b in places})
+        object.__setattr__(self, "pairs", _pairs(self.names))
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """Return the parts of a vector [P] as views: no copy is made."""
@@ -98,6 +104,20 @@ class Layout:
         for name in names:
             ones[self.slices[name]] = 1
         return ones
+
+
+def _pairs(names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Return the names of LoRA's matrices A with their B."""
+    known = set(names)
+    found = []
+    for name in names:
+        parts = name.split(".")
+        if _A not in parts:
+            continue
+        other = ".".join(_B if part == _A else part for part in parts)
+        if other in known:
+            found.append((name, other))
+    return tuple(found)
 
 
 def shares(weights: Tensor, weighting: Weighting = "samples") -> Tensor:

@@ -23,13 +23,13 @@ from fedbasin.core.tree import mapped, tensors
 from fedbasin.deploy.client_state import ClientStateStore
 from fedbasin.deploy.clients import ASK
 from fedbasin.deploy.cohort import MERGED
+from fedbasin.deploy.frozen import FROZEN, check_frozen, hash_record
 from fedbasin.deploy.private import answer
 from fedbasin.deploy.probe import GRADIENT, answer_gradient
 from fedbasin.deploy.wire import (
     Codec,
     Refused,
     number,
-    read_array,
     read_tree,
     the_record,
     write_tree,
@@ -229,7 +229,7 @@ def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
     steps = int(number(config, "local-steps", least=0))
     plan = Plan(number(config, "lr", least=0), epochs or None, steps or None)
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
-    codec, vector, buffers = _received(setup, arrays)
+    codec, vector, buffers, frozen = _received(setup, arrays, content)
     shared = mapped(lambda leaf: leaf.to(net.device), _shared(content, len(trainer.rules)))
     zero = trainer.zero_state(vector)
     store = ClientStateStore(context, str(config.get("fedbasin-name")), setup.client, zero)
@@ -257,6 +257,8 @@ def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
             ),
         }
     )
+    if frozen:
+        reply[FROZEN] = hash_record(frozen)
     if tensors(trained.reports):
         reply["report"], reply["report-shape"] = write_tree(trained.reports)
     return reply
@@ -275,26 +277,21 @@ def _shared(content: RecordDict, rules: int) -> tuple[Any, ...]:
     return shared
 
 
-def _received(setup: ClientSetup, arrays: ArrayRecord) -> tuple[Codec, Tensor, Tensor]:
-    """Return how models travel and the one that came in, where the client's network runs."""
+def _received(
+    setup: ClientSetup, arrays: ArrayRecord, content: RecordDict
+) -> tuple[Codec, Tensor, Tensor, str]:
+    """Return how models travel, the one that came in where the network runs, and frozen's hash."""
     net = setup.net
     codec = Codec.of(arrays, net)
     vector, buffers = codec.read(arrays)
-    own = net.state_dict(*net.initial()) if codec.fixed else {}
-    for name in codec.fixed.keys() & own.keys():  # what does not travel has to be the same
-        theirs = torch.from_numpy(read_array(codec.fixed[name]).copy())
-        if theirs.is_floating_point() and not torch.equal(theirs, own[name].cpu()):
-            raise Refused(
-                f"{name} is frozen, and the client's is not the server's: make both models with "
-                "the same weights, from one file or one seed"
-            )
-    return codec, vector.to(net.device, net.dtype), buffers.to(net.device, net.dtype)
+    frozen = check_frozen(net, codec, content)
+    return codec, vector.to(net.device, net.dtype), buffers.to(net.device, net.dtype), frozen
 
 
 def _evaluate(setup: ClientSetup, content: RecordDict) -> RecordDict:
     trainer = setup.trainer
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
-    _, vector, buffers = _received(setup, arrays)
+    _, vector, buffers, _ = _received(setup, arrays, content)
     rows = setup.held_out or setup.rows
     test = Evaluator(setup.net, rows.inputs, rows.labels, trainer.transform, trainer.task)
     metrics: dict[str, float] = {"num-examples": test.size}
@@ -308,7 +305,7 @@ def _query(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
     config: ConfigRecord = the_record(content, ConfigRecord, "config")
     if config.get(ASK) == GRADIENT:
         arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
-        _, vector, buffers = _received(setup, arrays)
+        _, vector, buffers, _ = _received(setup, arrays, content)
         gradient = setup.trainer.full_gradient(setup.rows, vector, buffers)
         return answer_gradient(gradient, setup.examples)
     counts = setup.class_counts()

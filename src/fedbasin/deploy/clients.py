@@ -17,6 +17,7 @@ import torch
 from flwr.app import ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedbasin.deploy.frozen import FrozenParts
 from fedbasin.deploy.mail import GaveUp, Mailbox
 from fedbasin.deploy.wire import Refused, fault, number, the_record
 
@@ -51,6 +52,7 @@ class Clients:
         patience: seconds that a query or a missing node is waited for.
         total: how many clients there are in all, N; 0 where nodes have to say.
         before: N of the resumed run; unidentified nodes are numbered within it.
+        frozen: parts of the model that do not learn, and which nodes hold them.
     """
 
     mail: Mailbox
@@ -58,6 +60,7 @@ class Clients:
     patience: float = 600.0
     total: int = 0
     before: int = 0
+    frozen: FrozenParts = field(default_factory=FrozenParts)
     anonymous: bool = False  # whether nodes do not say who they are
     _identities: dict[int, NodeIdentity] = field(default_factory=dict)  # by node
     _open: dict[str, int] = field(default_factory=dict)  # questions without an answer, by message
@@ -131,8 +134,9 @@ class Clients:
         self, nodes: Mapping[int, int], content: RecordDict, timeout: float
     ) -> tuple[dict[int, RecordDict], dict[int, str]]:
         """Put one question to clients; return the answers, and why others gave none."""
+        contents = {node: self.frozen.content_for(node, content) for node in nodes.values()}
         sent = self.mail.send(
-            [Message(content, node, MessageType.QUERY, ttl=timeout) for node in nodes.values()]
+            [Message(c, node, MessageType.QUERY, ttl=timeout) for node, c in contents.items()]
         )
         whose = {node: client for client, node in nodes.items()}
         answers: dict[int, RecordDict] = {}

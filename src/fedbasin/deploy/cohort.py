@@ -92,9 +92,11 @@ class Cohort:
         made = []
         for client in chosen:
             own = ConfigRecord({"round": int(self.merged[client])})
+            node = self.asked[client]
             content = RecordDict({**self.content, MERGED: own})
+            content = self.clients.frozen.content_for(node, content)
             ttl = 2 * self.timeout
-            made.append(Message(content, self.asked[client], MessageType.TRAIN, ttl=ttl))
+            made.append(Message(content, node, MessageType.TRAIN, ttl=ttl))
             self.bytes_down += content_bytes(content)
         return made
 
@@ -144,6 +146,7 @@ class Cohort:
                 continue
             client = self.clients.client(node)
             self.clients.heard(node, answered=True)
+            self.clients.frozen.heard(node, None if reply.has_error() else reply.content)
             try:
                 if reply.has_error():
                     self._error(client, node, reply)

@@ -37,6 +37,7 @@ from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
 from fedbasin.deploy.evaluation import entered, mean_metrics, unheard
+from fedbasin.deploy.frozen import FrozenParts
 from fedbasin.deploy.mail import GaveUp, Mailbox
 from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.private import gather_private
@@ -287,7 +288,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
         kind = MessageType.EVALUATE
         ttl = 2 * self._timeout
-        return [Message(content, online[client], kind, ttl=ttl) for client in chosen]
+        frozen = self._clients.frozen
+        nodes = [online[client] for client in chosen]
+        return [Message(frozen.content_for(n, content), n, kind, ttl=ttl) for n in nodes]
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -320,6 +323,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             self.handling.patience,
             total=known.clients,
             before=self.journal.clients(),
+            frozen=FrozenParts.of(self._codec),
         )
         self._clients.wait(max(self.min_available_nodes, 1))
         counts = self._clients.class_counts() if counted == "plain" else None

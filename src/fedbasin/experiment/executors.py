@@ -63,6 +63,8 @@ def pick_executor(
 ) -> Executor:
     """Choose how cohorts are trained: a matrix on CUDA and for small dense models, else a loop.
 
+    A network may say of itself that a matrix does not pay (`Net.stacks`).
+
     With `sim.workers` above 1 the loop is divided among processes.
     """
     sim = experiment.sim
@@ -71,7 +73,7 @@ def pick_executor(
         return _on_ray(experiment, trainer, population, key)
     if not on_cuda:
         keep_freed_memory()
-    if sim.executor == "loop" or (sim.executor == "auto" and not (on_cuda or _is_small(trainer))):
+    if sim.executor == "loop" or (sim.executor == "auto" and not _matrix_pays(trainer, on_cuda)):
         return _loop(experiment, trainer, population, key)
     compiled = trainer.net.compiles and compiling_pays(experiment, population, key, on_cuda)
     if sim.compile != "auto":
@@ -85,9 +87,14 @@ def pick_executor(
         return _loop(experiment, trainer, population, key)
 
 
-def _is_small(trainer: Trainer) -> bool:
-    layout = trainer.net.layout
-    return layout.size < MATRIX_PAYS_BELOW and all(len(shape) <= 2 for shape in layout.shapes)
+def _matrix_pays(trainer: Trainer, on_cuda: bool) -> bool:
+    """Whether a cohort is faster as one matrix: on CUDA, or small and dense, frozen parts too."""
+    net = trainer.net
+    if not net.stacks:
+        return False
+    size = net.layout.size + net.frozen_size
+    small = size < MATRIX_PAYS_BELOW and all(len(shape) <= 2 for shape in net.layout.shapes)
+    return on_cuda or small
 
 
 def compiling_pays(experiment: Experiment, population: Population, key: Key, on_cuda: bool) -> bool:

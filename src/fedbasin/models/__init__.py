@@ -22,8 +22,10 @@ from fedbasin.models.dense import logistic, mlp
 from fedbasin.models.densenet import densenet121
 from fedbasin.models.dropout import Dropout, key_names, number_sites
 from fedbasin.models.given import given
+from fedbasin.models.lora import lora, with_lora
 from fedbasin.models.mobilenet import mobilenetv2
 from fedbasin.models.network import Network
+from fedbasin.models.pretrained import hf
 from fedbasin.models.recurrent import shakespeare_lstm
 from fedbasin.models.resnets import (
     resnet8,
@@ -48,9 +50,11 @@ __all__ = [
     "fedcda_cnn",
     "fmnist_cnn",
     "given",
+    "hf",
     "key_names",
     "lenet",
     "logistic",
+    "lora",
     "mlp",
     "mobilenetv2",
     "number_sites",
@@ -64,5 +68,6 @@ __all__ = [
     "shakespeare_lstm",
     "simple_cnn",
     "vgg11",
+    "with_lora",
     "wrn56_4",
 ]

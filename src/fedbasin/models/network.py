@@ -17,13 +17,18 @@ class Network(nn.Module):
         body: maps a batch [B, ...] to features [B, d].
         head: the last linear layer, d to the number of classes.
         compiles: whether ``torch.compile`` is worth its time; False for long unrolled loops.
+        stacks: whether training several clients as one matrix is; False where a step of one
+            client is mostly large products already.
     """
 
-    def __init__(self, body: nn.Module, head: nn.Linear, *, compiles: bool = True) -> None:
+    def __init__(
+        self, body: nn.Module, head: nn.Linear, *, compiles: bool = True, stacks: bool = True
+    ) -> None:
         super().__init__()
         self.body = body
         self.head = head
         self.compiles = compiles
+        self.stacks = stacks
         number_sites(self)
 
     def features(self, x: Tensor) -> Tensor:

@@ -178,8 +178,11 @@ class Federation:
         self, server: Server, states: ClientStates
     ) -> Iterator[tuple[Server, RoundRecord]]:
         """Yield the server after each round with the round's record."""
+        holders: set[int] = set()  # of the frozen parts
+        if self.net.frozen_bytes:  # after a checkpoint some clients have been sent them
+            holders.update(*(self.cohort(round)[0].tolist() for round in range(server.round)))
         while server.round < self.rounds:
-            server, record = self._round(server, states)
+            server, record = self._round(server, states, holders)
             yield server, record
 
     def setup(self) -> RoundSetup:
@@ -200,10 +203,14 @@ class Federation:
             statistics=Statistics(self.buffers, self.recalibrate),
         )
 
-    def _round(self, server: Server, states: ClientStates) -> tuple[Server, RoundRecord]:
+    def _round(
+        self, server: Server, states: ClientStates, holders: set[int]
+    ) -> tuple[Server, RoundRecord]:
         began = time.perf_counter()
         drawn, cohort = self.cohort(server.round)
-        exchange = _Exchange(self.executor, len(drawn))
+        new = set(drawn.tolist()) - holders
+        holders |= new
+        exchange = _Exchange(self.executor, len(drawn), len(new) * self.net.frozen_bytes)
         steps = one_round(self.setup(), server, cohort, states)
         after, record = answered(steps, exchange.answer)
         replies = None
@@ -237,10 +244,12 @@ class _Exchange:
     Args:
         executor: how a cohort is trained.
         drawn: how many clients were drawn; all of them are sent the model, not all answer.
+        frozen: bytes of frozen parts that are sent, to clients that are drawn for the first time.
     """
 
     executor: Executor
     drawn: int
+    frozen: int = 0
     gathered: Gathered | None = None  # what the cohort sent back
     _probe_bytes: int = 0
 
@@ -265,6 +274,6 @@ class _Exchange:
         return Traffic(
             replies=count,
             dropped=self.drawn - count,
-            bytes_down=self.drawn * down,
+            bytes_down=self.drawn * down + self.frozen,
             bytes_up=up,
         )
