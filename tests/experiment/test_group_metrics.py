@@ -37,7 +37,7 @@ def dataset(groups=True):
 
 
 def test_the_records_hold_the_mean_over_groups(tmp_path):
-    run(from_mapping(SETTINGS), tmp_path / "run", dataset=dataset())
+    run(from_mapping(SETTINGS), tmp_path / "run", data=dataset())
     folder = RunFolder(tmp_path / "run")
     first, last = folder.read_rounds()
     by_group = last.metrics["rmse_by_group"]
@@ -58,4 +58,4 @@ def test_the_records_hold_the_mean_over_groups(tmp_path):
 def test_data_without_groups_is_refused(tmp_path):
     settings = {**SETTINGS, "partition": {"how": "iid", "clients": 3}}
     with pytest.raises(ConfigError, match=r"rmse_group_mean is made of .* has no groups"):
-        run(from_mapping(settings), tmp_path / "run", dataset=dataset(groups=False))
+        run(from_mapping(settings), tmp_path / "run", data=dataset(groups=False))

@@ -9,12 +9,11 @@ import pandas
 import pytest
 import torch
 
-from fedbasin import Experiment, compare, resume, run
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.state import StateError, read
 from fedbasin.data import load
-from fedbasin.experiment import ConfigError, build
+from fedbasin.experiment import ConfigError, Experiment, build, compare, resume, run
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
 from fedbasin.experiment.executors import pick_device
 from fedbasin.experiment.rows import cut_rows
@@ -48,6 +47,7 @@ def test_a_run_learns_and_leaves_files_that_pandas_opens(finished):
         "begun.toml",
         "config.toml",
         "data.json",
+        "interface.json",
         "partition.csv",
         "rounds.jsonl",
         "summary.json",

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedbasin import Experiment, compare, resume, run
 from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RunFolder
-from fedbasin.experiment import child_process, pool, runs
+from fedbasin.experiment import Experiment, child_process, compare, pool, resume, run, runs
 from fedbasin.experiment.child_process import _OnceFilter, warn_once
 from fedbasin.experiment.config import PartitionConfig, SimConfig
 from fedbasin.experiment.pool import _WorkerProcess, outcomes
@@ -98,7 +97,7 @@ def workers(monkeypatch):
     made = []
 
     class Worker:
-        def __init__(self, folder):
+        def __init__(self, folder, needs_main):
             self.gone = 0
             self.pool = SimpleNamespace(shutdown=self.shutdown)
             made.append(self)
@@ -200,7 +199,7 @@ def _never(cell):
 
 
 def test_a_process_stopped_while_it_starts_goes_without_a_traceback(tmp_path, capfd):
-    worker = _WorkerProcess(tmp_path)
+    worker = _WorkerProcess(tmp_path, True)
     future = worker.submit(_never, Cell(SMALL, tmp_path))
     (process,) = worker.pool._processes.values()
     os.kill(process.pid, signal.SIGINT)

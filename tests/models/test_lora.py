@@ -45,7 +45,7 @@ def experiment(**settings):
 
 def federation(method="fedavg", **settings):
     data = Dataset("made", "table", rows(60, 0), rows(20, 1), ("a", "b", "c"))
-    return build(replace(experiment(**settings), method=method), dataset=data)
+    return build(replace(experiment(**settings), method=method), data=data)
 
 
 def records(run):
@@ -162,7 +162,7 @@ def test_auto_counts_frozen_weights():
     assert type(small.executor) is not LoopExecutor
     large = replace(experiment(), model="lora(mlp(widths=(600, 600)), targets=('fc2',))")
     data = Dataset("made", "table", rows(60, 0), rows(20, 1), ("a", "b", "c"))
-    run = build(large, dataset=data)
+    run = build(large, data=data)
     assert run.net.layout.size < 200_000 and type(run.executor) is LoopExecutor
 
 

@@ -1,8 +1,12 @@
 """Room 1: raw data to arrays in memory, and the train / proxy / test split, made once.
 
 `fedbasin.data.transform` (normalisation and augmentation on the device) is imported from its own
-module, so that listing data does not wait for torch.
+module, so that listing data does not wait for torch. What makes datasets of a user's own data is
+fetched when it is first used, because pyarrow takes time to import too.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from fedbasin.data.catalogue import Fetched as Fetched
 from fedbasin.data.catalogue import Listing as Listing
@@ -14,9 +18,29 @@ from fedbasin.data.dataset import DataError as DataError
 from fedbasin.data.dataset import Dataset as Dataset
 from fedbasin.data.dataset import Rows as Rows
 from fedbasin.data.dataset import Splits as Splits
-from fedbasin.data.encoding import Encoding as Encoding
-from fedbasin.data.own_arrays import from_arrays as from_arrays
-from fedbasin.data.own_arrays import from_torch as from_torch
-from fedbasin.data.own_table import from_clients as from_clients
-from fedbasin.data.own_table import from_table as from_table
 from fedbasin.data.split import split as split
+
+if TYPE_CHECKING:
+    from fedbasin.data.encoding import Encoding as Encoding
+    from fedbasin.data.own_arrays import from_arrays as from_arrays
+    from fedbasin.data.own_arrays import from_torch as from_torch
+    from fedbasin.data.own_table import from_clients as from_clients
+    from fedbasin.data.own_table import from_table as from_table
+
+_HOMES = {
+    "Encoding": "encoding",
+    "from_arrays": "own_arrays",
+    "from_clients": "own_table",
+    "from_table": "own_table",
+    "from_torch": "own_arrays",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedbasin.data' has no attribute {name!r}")
+    return getattr(import_module(f"fedbasin.data.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

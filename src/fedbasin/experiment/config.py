@@ -275,8 +275,10 @@ class Experiment:
         seed = self.seed if self.partition.seed < 0 else self.partition.seed
         resolved = replace(self, partition=replace(self.partition, seed=seed))
         for path, value, kind in _expressions(self):
+            if isinstance(value, tuple):  # metrics, whose texts result lines are hashed with
+                continue
             section, _, name = path.rpartition(".")
-            canonical = _each(value, partial(_canonical, kind=kind))
+            canonical: Any = text(parse(value, kind))
             if section:
                 part = replace(getattr(resolved, section), **{name: canonical})
                 resolved = replace(resolved, **{section: part})
@@ -376,10 +378,6 @@ def _as_text(path: str, value: Any, kind: Kind) -> Any:
         return _each(value, partial(written, kind=kind))
     except ExpressionError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def _canonical(source: str, kind: Kind) -> str:
-    return text(parse(source, kind))
 
 
 def _each(value: Any, change: Callable[[Any], str]) -> Any:
