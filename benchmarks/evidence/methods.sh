@@ -44,21 +44,21 @@ gather() {
 
 skew() { # FedIMA's setting: 100 clients, Dirichlet(0.1), 10 a round, 5 epochs, batch 50, momentum
     run skew fmnist 100 fedavg ima "wima(window=20)" scaffold fedlaw fedcda \
-        --set data.proxy_per_class=10 --target 0.75
+        --set data.proxy_per_class=10 --reach 0.75
 }
 
 few() { # FedCDA's setting: 20 clients, 4 a round, 20 epochs of small steps without momentum
     run few fmnist 100 fedavg fedcda "fedcda(strategy='newest')" "fedcda(strategy='exact')" \
         --set partition.clients=20 --set "sim.participation=fraction(rate=0.2)" \
         --set local.epochs=20 --set local.batch=64 --set local.lr=0.001 --set local.momentum=0.0 \
-        --set local.weight_decay=1e-5 --set local.schedule=constant --target 0.6
+        --set local.weight_decay=1e-5 --set local.schedule=constant --reach 0.6
 }
 
 tail() { # a long tail (imbalance 0.05), clients of equal size, no momentum, lr 0.1
     run tail fmnist 100 "fedavg(weighting='uniform')" fedcm fedwcm \
         --set data.imbalance=0.05 --set "partition.how=client_dirichlet(alpha=0.1)" \
         --set local.momentum=0.0 --set local.lr=0.1 --set local.clip=10.0 \
-        --set "local.schedule=exponential(decay=0.998)" --target 0.6
+        --set "local.schedule=exponential(decay=0.998)" --reach 0.6
 }
 
 # CIFAR-10 with FedIMA's CNN, each method where its paper claims a gain: 36 runs, 12 at once, about
@@ -73,19 +73,19 @@ cifar() {
 }
 
 cifar_skew() { # (15 + 20 s) FedIMA and WIMA: the preset at half of FedIMA's 400 rounds
-    run cifar_skew cifar10 200 fedavg ima "wima(window=50)" --target 0.5 \
+    run cifar_skew cifar10 200 fedavg ima "wima(window=50)" --reach 0.5 \
         --set sim.evaluate_every=5
 }
 
 cifar_tail() { # (15 + 10 s) FedWCM: imbalance 0.1, equal shares, a fifth of its 500 rounds
-    run cifar_tail cifar10 100 "fedavg(weighting='uniform')" fedcm fedwcm --target 0.4 \
+    run cifar_tail cifar10 100 "fedavg(weighting='uniform')" fedcm fedwcm --reach 0.4 \
         --set data.imbalance=0.1 --set "partition.how=client_dirichlet(alpha=0.1)" \
         --set local.momentum=0.0 --set local.lr=0.1 --set local.clip=10.0 \
         --set "local.schedule=exponential(decay=0.998)" --set sim.evaluate_every=5
 }
 
 cifar_silo() { # (15 + 30 s) FedLAW: 20 clients, all in every round, 3 epochs, a fifth of 200 rounds
-    run cifar_silo cifar10 40 fedavg fedlaw "fedlaw(guard=0)" --target 0.5 \
+    run cifar_silo cifar10 40 fedavg fedlaw "fedlaw(guard=0)" --reach 0.5 \
         --set data.proxy_per_class=10 --set data.normalise=symmetric \
         --set "partition.how=class_dirichlet(alpha=0.1)" --set partition.clients=20 \
         --set partition.seed=-1 --set "sim.participation=fraction(rate=1.0)" \
@@ -94,7 +94,7 @@ cifar_silo() { # (15 + 30 s) FedLAW: 20 clients, all in every round, 3 epochs, a
 }
 
 cifar_few() { # (15 + 25 s) FedCDA: 20 clients, 4 a round, 20 epochs of small steps, 40 of 200 rounds
-    run cifar_few cifar10 40 fedavg fedcda "fedcda(strategy='newest')" --target 0.3 \
+    run cifar_few cifar10 40 fedavg fedcda "fedcda(strategy='newest')" --reach 0.3 \
         --set partition.clients=20 --set "sim.participation=fraction(rate=0.2)" \
         --set local.epochs=20 --set local.batch=64 --set local.lr=0.001 --set local.momentum=0.0 \
         --set local.weight_decay=1e-5 --set local.schedule=constant --set sim.evaluate_every=5

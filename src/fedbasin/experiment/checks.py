@@ -14,11 +14,14 @@ from fedbasin.core.metric import GroupMetric, MetricError, metrics_of
 from fedbasin.core.needs import NeedError, check_task
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Setting
+from fedbasin.core.task import Task
 from fedbasin.experiment.config import ConfigError, Experiment, LocalConfig
 from fedbasin.experiment.training import optimiser_of
 from fedbasin.local import SGD
 from fedbasin.local.optimisers import check_plain_steps
 from fedbasin.sim import Population
+
+_WIDE = 5.0  # standard deviation of a regression's targets
 
 
 def check_needs(experiment: Experiment) -> None:
@@ -74,6 +77,7 @@ def log_cautions(method: Method, experiment: Experiment, net: Net, population: P
     )
     for caution in method.cautions(setting):
         logging.getLogger(__package__).warning("%s: %s", method, caution)
+    _warn_of_wide_targets(experiment, population)
     if local.lr == LocalConfig.lr and optimiser.default_lr < local.lr:
         logging.getLogger(__package__).warning(
             "local.lr = %g is the default, which is meant for SGD; %s is most often run at %g: set "
@@ -81,4 +85,19 @@ def log_cautions(method: Method, experiment: Experiment, net: Net, population: P
             local.lr,
             optimiser,
             optimiser.default_lr,
+        )
+
+
+def _warn_of_wide_targets(experiment: Experiment, population: Population) -> None:
+    """Warn of a regression whose targets are so wide that steps of the usual length diverge."""
+    task: Task = parse(experiment.task, "task")
+    if task.kind != "numbers":
+        return
+    spread = float(population.labels.float().std())
+    if spread > _WIDE:
+        logging.getLogger(__package__).warning(
+            "the targets have a standard deviation of %.3g, and gradients grow with it: divide the "
+            "targets by it, or lower local.lr (%g) if the loss does not fall",
+            spread,
+            experiment.local.lr,
         )

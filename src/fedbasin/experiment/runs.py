@@ -26,7 +26,7 @@ from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.core.sink import Log, Sink
 from fedbasin.core.snapshot import Snapshots
-from fedbasin.data import Dataset
+from fedbasin.data import DataError, Dataset
 from fedbasin.experiment.assemble import build
 from fedbasin.experiment.checks import check_needs
 from fedbasin.experiment.child_process import run_in_progress, warn_once
@@ -445,7 +445,7 @@ def _run_in_child(
     try:
         with run_in_progress():
             return run_cell(cell, data_dir, log)
-    except (ValueError, OSError, Interrupted):
+    except (ValueError, OSError, DataError, Interrupted):
         raise
     except Exception as error:
         raise RuntimeError(f"{cell.path}: {type(error).__name__}: {error}") from None
