@@ -1,9 +1,11 @@
 """The examples run as written, and the one by hand agrees with the library."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -76,10 +78,50 @@ def test_quickstart_is_whole():
         assert parse(str(parse(method, "method"))) == parse(method)
 
 
-def test_data_of_your_own_is_stored_and_learnt(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDBASIN_CACHE", str(tmp_path / "cache"))
-    summary = load("own_data").main(tmp_path / "data", tmp_path / "r", rounds=10)
-    assert summary["dataset"] == "hf:me/stripes" and summary["accuracy_last"] > 0.6
+def test_data_and_networks_of_your_own_are_learnt(tmp_path):
+    for result in load("own_data").main(tmp_path, rounds=4):
+        assert result.frame["accuracy_last"].min() > 0.5
+
+
+@pytest.fixture(params=["real", "made"])
+def source(request, monkeypatch):
+    """The data folder where there is one, and none: an example then makes its rows."""
+    if request.param == "made":
+        monkeypatch.delenv("FEDBASIN_DATA", raising=False)
+        monkeypatch.chdir(request.getfixturevalue("tmp_path"))
+    elif not Path(os.environ.get("FEDBASIN_DATA", "/nowhere")).joinpath("local").is_dir():
+        pytest.skip("FEDBASIN_DATA holds no local tables")
+
+
+def test_a_table_with_text_and_missing_values_is_learnt_and_asked(source, tmp_path, capsys):
+    result = load("own_table").main(tmp_path / "r", rounds=3, seeds=[0], rows=3000, jobs=1)
+    assert result.best["auroc_last"] > 0.7
+    assert capsys.readouterr().out.count("chance of >50K") == 5
+
+
+def test_numbers_are_learnt_and_tested_on_the_future(source, tmp_path):
+    mine = load("own_regression")
+    for result in mine.main(tmp_path / "r", rounds=3, jobs=1):
+        assert result.best["headline"] == "rmse" and result.best["r2_last"] > 0.3
+
+
+def test_persons_held_out_are_never_trained_on(source, tmp_path, capsys):
+    results = load("own_sensors").main(tmp_path / "r", rounds=4, seeds=[0], jobs=1)
+    assert results["clients"].best["clients"] < results["rows"].best["clients"]
+    assert min(result.best["accuracy_last"] for result in results.values()) > 0.3
+    assert "for unseen ones" in capsys.readouterr().out
+
+
+def test_several_labels_a_row_are_learnt(source, tmp_path, capsys):
+    result = load("own_multilabel").main(tmp_path / "r", rounds=3, seeds=[0], jobs=1)
+    assert result.best["task"] == "multilabel" and result.best["average_precision_last"] > 0.3
+    assert "labels a gene" in capsys.readouterr().out
+
+
+def test_images_in_arrays_are_learnt(source, tmp_path, capsys):
+    result = load("own_images").main(tmp_path / "r", rounds=3, rows=400, jobs=1)
+    assert result.best["clients"] == 10 and len(result) == 3
+    assert "chance of pneumonia" in capsys.readouterr().out
 
 
 def test_a_task_and_a_metric_of_your_own_are_learnt(tmp_path):

@@ -24,14 +24,22 @@ if TYPE_CHECKING:
     from fedbasin.data.encoding import Encoding as Encoding
     from fedbasin.data.own_arrays import from_arrays as from_arrays
     from fedbasin.data.own_arrays import from_torch as from_torch
+    from fedbasin.data.own_folder import from_folder as from_folder
+    from fedbasin.data.own_huggingface import from_huggingface as from_huggingface
     from fedbasin.data.own_table import from_clients as from_clients
     from fedbasin.data.own_table import from_table as from_table
+    from fedbasin.data.own_texts import HashedWords as HashedWords
+    from fedbasin.data.own_texts import from_texts as from_texts
 
 _HOMES = {
     "Encoding": "encoding",
+    "HashedWords": "own_texts",
     "from_arrays": "own_arrays",
     "from_clients": "own_table",
+    "from_folder": "own_folder",
+    "from_huggingface": "own_huggingface",
     "from_table": "own_table",
+    "from_texts": "own_texts",
     "from_torch": "own_arrays",
 }
 

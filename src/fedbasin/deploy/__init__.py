@@ -2,6 +2,7 @@
 
 from fedbasin.deploy.app import first_arrays, nested, strategy_of, write_app
 from fedbasin.deploy.client import ClientSetup, app_of, client_app, place
+from fedbasin.deploy.own_rows import node_table, read_encoding
 from fedbasin.deploy.replies import Guard
 from fedbasin.deploy.settings import Handling, Records, ServerSide
 from fedbasin.deploy.strategy import FedbasinStrategy
@@ -17,7 +18,9 @@ __all__ = [
     "client_app",
     "first_arrays",
     "nested",
+    "node_table",
     "place",
+    "read_encoding",
     "strategy_of",
     "write_app",
 ]

@@ -24,6 +24,7 @@ from fedbasin.deploy.client_state import ClientStateStore
 from fedbasin.deploy.clients import ASK
 from fedbasin.deploy.cohort import MERGED
 from fedbasin.deploy.frozen import FROZEN, check_frozen, hash_record
+from fedbasin.deploy.own_rows import Data, Given, Held, held_by
 from fedbasin.deploy.private import answer
 from fedbasin.deploy.probe import GRADIENT, answer_gradient
 from fedbasin.deploy.wire import (
@@ -37,10 +38,9 @@ from fedbasin.deploy.wire import (
 from fedbasin.local import SGD, Optimiser, Trainer
 from fedbasin.local.optimisers import check_plain_steps
 from fedbasin.local.train import Received, Shard, Transform, class_counts
+from fedbasin.models import number_sites
 from fedbasin.sim import Federation
 from fedbasin.sim.loop import client_key
-
-Data = Callable[[int, int], Shard]  # (partition id, number of partitions) -> rows
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ClientSetup:
         federation: Federation,
         context: Context,
         *,
-        rows: Shard | None = None,
+        rows: Given | None = None,
         counts: Literal["plain", "private"] = "private",
     ) -> ClientSetup:
         """Set up a node's client as the simulated federation has it.
@@ -95,7 +95,8 @@ class ClientSetup:
         Args:
             federation: the network, the training, and the rows if none are given.
             context: Flower's context of the node.
-            rows: what this client holds.
+            rows: what this client holds: a `Dataset`, whose test rows it evaluates on, arrays
+                ``(x, y)``, or a `Shard`. They go through the federation's own transform.
             counts: whether it shows its class counts in plain.
         """
         client, clients = place(context)
@@ -104,8 +105,11 @@ class ClientSetup:
             if clients != known:
                 raise Refused(f"the node counts {clients} clients, the settings {known}")
             rows = federation.population.shard(client)
+        held = Held.of(rows, client).on(federation.net.device)
+        trainer = federation.trainer
+        _check_classes(held, trainer.classes, client)
         method = str(federation.method)
-        return cls(method, federation.trainer, rows, client, clients, counts=counts)
+        return cls(method, trainer, held.rows, client, clients, held.held_out, counts)
 
 
 def as_floats(raw: Tensor, key: Tensor | None = None) -> Tensor:
@@ -114,7 +118,7 @@ def as_floats(raw: Tensor, key: Tensor | None = None) -> Tensor:
 
 
 def client_app(
-    model: Callable[[], nn.Module],
+    model: Callable[[], nn.Module] | nn.Module,
     data: Data,
     method: Method | str | None = None,
     *,
@@ -124,7 +128,7 @@ def client_app(
     optimiser: Optimiser | str | None = None,
     clip: float | None = None,
     keep_optimiser: bool = False,
-    transform: Transform = as_floats,
+    transform: Transform | None = None,
     held_out: Data | None = None,
     counts: Literal["plain", "private"] = "private",
     device: str = "cpu",
@@ -132,18 +136,22 @@ def client_app(
     """Make a ClientApp from a model, the clients' data and a method.
 
     Args:
-        model: makes the network.
-        data: returns the rows of a client; nodes say which they are in ``--node-config``.
+        model: makes the network, or is it.
+        data: returns the rows of a client, called with ``(client, clients)`` or with Flower's
+            context of the node: a `fedbasin.data.Dataset`, whose train rows are this client's and
+            whose test rows it evaluates on; arrays ``(x, y)`` of any type; or a `Shard`. Nodes
+            say which client they are, and where their files lie, in ``--node-config``.
         method: the method that the server runs: clients follow its rules. None takes the run
             configuration's ``method``.
-        classes: number of classes; 0 where targets are no classes.
+        classes: number of classes; 0 where targets are no classes, or the `Dataset` says it.
         task: what the network's outputs mean, as an expression or an object.
         batch: batch size.
         optimiser: how clients step, such as ``"adamw"``; plain SGD by default.
         clip: largest norm of a gradient, or None.
         keep_optimiser: whether the client keeps the optimiser's state between rounds.
-        transform: turns stored rows into network inputs.
-        held_out: rows to evaluate on; the client's own by default.
+        transform: turns stored rows into network inputs; by default what suits the data.
+        held_out: rows to evaluate on; by default the test rows of a `Dataset`, else the client's
+            own.
         counts: whether the server may see the client's class counts in ``"plain"``.
         device: where the client trains.
     """
@@ -157,7 +165,12 @@ def client_app(
         named = context.run_config.get("method", "fedavg") if method is None else method
         chosen: Method = parse(named, "method") if isinstance(named, str) else named
         client, clients = place(context)
-        net = Net(model(), device)
+        module = model if isinstance(model, nn.Module) else model()
+        number_sites(module)  # as the simulator does, so that dropout has its masks
+        net = Net(module, device)
+        held = held_by(data, context, client, clients).on(net.device)
+        if classes:
+            _check_classes(held, classes, client)
         try:
             check_plain_steps(chosen, steps, keep_optimiser)
             check_network(chosen, net, "the client's network")
@@ -168,17 +181,27 @@ def client_app(
             rules=chosen.rules(),
             optimiser=steps,
             batch=batch,
-            transform=transform,
-            classes=classes,
+            transform=transform or held.transform or as_floats,
+            classes=classes or held.classes or 0,
             task=parse(task, "task") if isinstance(task, str) else task,
             clip=clip,
             keep_optimiser=keep_optimiser,
         )
-        aside = None if held_out is None else held_out(client, clients)
-        rows = data(client, clients)
-        return ClientSetup(str(chosen), trainer, rows, client, clients, aside, counts)
+        aside = held.held_out
+        if held_out is not None:
+            aside = held_by(held_out, context, client, clients).on(net.device).rows
+        return ClientSetup(str(chosen), trainer, held.rows, client, clients, aside, counts)
 
     return app_of(setup)
+
+
+def _check_classes(held: Held, classes: int, client: int) -> None:
+    """Refuse data whose number of classes is not the app's."""
+    if held.classes is not None and held.classes != classes:
+        raise Refused(
+            f"client {client}: its data has {held.classes} classes, and the app {classes}: give "
+            "all clients one encoding, or the same classes"
+        )
 
 
 def place(context: Context) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedbasin.core.catalogue import entry
@@ -131,7 +132,7 @@ def _encoder(folder: Path) -> Any:
                 dtype=torch.float32,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"path={str(folder)!r} cannot be loaded: {error}") from error
     if hasattr(encoder, "pooler"):
         encoder.pooler = None
