@@ -9,7 +9,8 @@ linear layer on features that are computed once; "lora" trains that layer and A/
 queries and values of attention. Every network and method gets the same grid of learning rates, the
 best is taken by accuracy on validation rows (seed 0), and runs with five seeds are scored on test
 rows. With plain SGD the head wants a rate at which pairs of alpha=16 diverge, so alpha is 1. A
-client alone trains as many steps on its own rows; it is scored on the same rows as all.
+client alone trains as many steps on its own rows; it is scored on the same rows as all. Layers run
+in bfloat16 where the processor computes in it, else in float32.
 """
 
 import argparse
@@ -55,6 +56,13 @@ def weights():
     return Path(found.origin).parent / "model"
 
 
+def precision_on(device):
+    """Return bf16 where the device computes in it: elsewhere it is slower than fp32."""
+    if device != "cpu" or torch.cpu._is_avx512_bf16_supported():
+        return "bf16"
+    return "fp32"
+
+
 def tokens(texts):
     """Return the first tokens of every text, int32 [n, LENGTH], padded with 0."""
     from tokenizers import Tokenizer
@@ -94,16 +102,17 @@ def load(name):
 CACHED = {}  # splits with features in place of tokens, by dataset
 
 
-def features(name):
+def features(name, device):
     """Compute the frozen network's features of all rows, once for all runs on the head alone."""
     splits, *_ = load(name)
-    network = hf((LENGTH,), 2, path=str(weights())).eval()
+    network = hf((LENGTH,), 2, path=str(weights())).eval().to(device)
+    halves = precision_on(device) == "bf16"
     made = {}
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=halves):
         for part, rows in splits.items():
-            pieces = torch.from_numpy(rows.inputs).long().split(256)
+            pieces = torch.from_numpy(rows.inputs).long().to(device).split(256)
             found = torch.cat([network.body(piece) for piece in pieces]).float()
-            made[part] = replace(rows, inputs=found.numpy())
+            made[part] = replace(rows, inputs=found.cpu().numpy())
     return made
 
 
@@ -116,12 +125,13 @@ def begin(name, made):
 def one_run(job):
     """Train and score once; return the result line."""
     began = time.perf_counter()
+    device, *job = job
     name, network, method, rate, seed, part, rounds, steps, batch = job
     splits, classes, clients = load(name)
     model, kind, precision = "logistic", "table", "fp32"
     if network == "lora":
         model = f"lora(hf(path={str(weights())!r}, dropout=0.0), alpha=1.0)"
-        kind, precision = "text", "bf16"
+        kind, precision = "text", precision_on(device)
     else:
         splits = CACHED[name]
     experiment = Experiment(
@@ -134,7 +144,7 @@ def one_run(job):
         sim=SimConfig(
             participation="fraction(rate=1.0)",
             precision=precision,
-            device="cpu",
+            device=device,
             evaluate_every=rounds,
             evaluate_last=1,
         ),
@@ -143,11 +153,12 @@ def one_run(job):
     if method == "alone":
         scores = [_alone(experiment, data, client) for client in range(len(clients))]
     else:
-        scores = [_trained(build(experiment, dataset=data))]
+        scores = [_trained(build(experiment, data=data))]
     score = {key: statistics.mean(each[key] for each in scores) for key in scores[0]}
     fields = ("data", "network", "method", "lr", "seed", "part", "rounds", "steps", "batch")
     line = dict(zip(fields, job, strict=True)) | score
-    return line | {"seconds": round(time.perf_counter() - began, 1)}
+    took = round(time.perf_counter() - began, 1)
+    return line | {"device": device, "precision": precision, "seconds": took}
 
 
 def _trained(federation):
@@ -166,7 +177,7 @@ def _alone(experiment, data, client):
     own = data.train.take(data.train.groups == client)
     one = replace(own, groups=None)
     experiment = replace(experiment, partition=PartitionConfig(how="iid", clients=1))
-    federation = build(experiment, dataset=replace(data, train=one, group_names=()))
+    federation = build(experiment, data=replace(data, train=one, group_names=()))
     server, states = federation.begin()
     *_, (server, record) = federation.rounds_from(server, states)
     mine = data.test.groups == client
@@ -189,7 +200,8 @@ def main():
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="append result lines; those there are kept")
     given = parser.parse_args()
     size = (given.rounds, given.steps, given.batch)
@@ -206,7 +218,7 @@ def main():
             same = [line for line in known if tuple(line[key] for key in fields) == job]
             lines += same[:1]
             left += [job] if not same else []
-        for line in pool.map(one_run, left):
+        for line in pool.map(one_run, [(given.device, *job) for job in left]):
             lines.append(line)
             if given.out is not None:
                 with given.out.open("a") as file:
@@ -214,7 +226,7 @@ def main():
         return lines
 
     began = time.perf_counter()
-    made = features(given.data) if "head" in given.networks else {}
+    made = features(given.data, given.device) if "head" in given.networks else {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(given.jobs, context, begin, (given.data, made)) as pool:
         grid = [

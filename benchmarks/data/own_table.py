@@ -68,21 +68,22 @@ def load(path: Path, rounds: int, clients: int) -> dict:
         "load_seconds": seconds,
     }
     experiment = Experiment(
-        "fedavg",
+        method="fedavg",
         model="logistic",
+        rounds=rounds,
         partition=PartitionConfig(how="natural", clients=clients),
-        local=LocalConfig(epochs=1, batch_size=100),
-        sim=SimConfig(rounds=rounds, cohort=10),
+        local=LocalConfig(epochs=1, batch=100),
+        sim=SimConfig(participation="at_most(clients=10)"),
     )
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        summary = run(experiment, Path(folder) / "run", dataset=data)
+        summary = run(experiment, Path(folder) / "run", data=data)
     return found | {
         "rounds": rounds,
         "clients": clients,
         "train_seconds": time.perf_counter() - began,
         "peak_with_training_to_array": (memory("VmHWM") - before) / array,
-        "accuracy": summary["accuracy"],
+        "accuracy": summary["accuracy_last"],
     }
 
 

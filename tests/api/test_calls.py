@@ -397,6 +397,21 @@ def test_scripts_without_a_main_guard(tmp_path, definition, model, jobs, expecte
     assert expected in done.stdout + done.stderr
 
 
+def test_networks_that_cannot_be_sent_run_in_one_process(data, tmp_path):
+    def inner(shape, outputs):
+        return nn.Linear(shape[0], outputs)
+
+    other = nn.Sequential(nn.Linear(5, 2))
+    other.scale = lambda x: x
+    elsewhere = {"nn": nn, "__name__": "no_such_module"}
+    exec(NETWORK, elsewhere)
+    for number, model in enumerate((inner, other, elsewhere["mine"])):
+        settings = {"model": model, "seeds": [0, 1], "out": tmp_path / str(number), **ROUNDS}
+        with pytest.raises(ConfigError, match="cannot be sent to other processes"):
+            fb.compare(data, ["fedavg"], jobs=2, **settings)
+        assert len(fb.compare(data, ["fedavg"], **settings)) == 2
+
+
 def test_what_a_notebook_defines_runs_in_one_process(data, tmp_path):
     code = (
         "import fedbasin as fb, numpy as np\nfrom dataclasses import dataclass\n"

@@ -105,6 +105,33 @@ def test_mistakes_are_one_line(patients, tmp_path, arguments, message):
     assert message in str(said.exception)
 
 
+def test_info_of_a_table(patients, tmp_path):
+    said = invoke("data", "info", patients, "--target", "died", "--client", "hospital")
+    assert said.exit_code == 0, said.output
+    lines = [[cell.strip() for cell in line.split("│")] for line in said.output.splitlines()]
+    told = {line[1]: line[2:-1] for line in lines if len(line) > 3}
+    assert "patients.csv: 240 rows, 6 columns" in said.output
+    assert told["pressure"][1:3] == ["numbers", "15 (6.2%)"]
+    assert told["died"][0] == "target" and told["hospital"][0] == "client"
+    assert told["sex"][-1] == "2: f, m"
+    data = fb.data.from_table(patients, "died", "hospital")
+    for number, name in enumerate(data.group_names):
+        own = data.train.labels[data.train.groups == number]
+        assert told[name] == [str(len(own)), str((own == 0).sum()), str((own == 1).sum())]
+    days = invoke("data", "info", patients, "--target", "days")
+    assert "mean of days" in days.output and "all rows" in days.output
+    assert "--target COLUMN" in invoke("data", "info", patients).output
+
+
+def test_info_says_what_is_wrong_with_a_table(patients, tmp_path):
+    said = invoke("data", "info", patients, "--target", "die")
+    assert said.exit_code == 1 and "'die' is no column; did you mean died?" in said.output
+    said = invoke("data", "info", tmp_path / "none.csv", "--target", "died")
+    assert said.exit_code == 1 and "there is no file" in said.output
+    said = invoke("data", "info", "digits", "--target", "died")
+    assert said.exit_code == 1 and "digits is no file" in said.output
+
+
 def test_columns_without_a_table_are_refused(tmp_path):
     for arguments, message in (
         (["--target", "died"], "--target died names a column: give the table with --data"),

@@ -112,13 +112,44 @@ def list_(data_dir: DataDir = None, cache_dir: CacheDir = None) -> None:
 
 
 @app.command()
-def info(name: Name, data_dir: DataDir = None, cache_dir: CacheDir = None) -> None:
+def info(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name from 'fedbasin data list', hf:OWNER/NAME, or a table of your own: the "
+            "path of a CSV or parquet file.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Of a table: the column to predict, or several with commas."),
+    ] = None,
+    client: Annotated[
+        str | None, typer.Option(help="Of a table: the column that names each row's client.")
+    ] = None,
+    data_dir: DataDir = None,
+    cache_dir: CacheDir = None,
+) -> None:
     """Show where a dataset comes from, its sizes, and its rows by class or its targets' range.
+
+    Of a table of your own: its columns, missing values, clients and their balance, and whether it
+    can be trained on as it is.
 
     A dataset that is in the data folder is decoded first; one that is only on the hub must be
     fetched before.
     """
     with _one_line_errors():
+        if _is_table(name):
+            from fedbasin.cli.table_info import describe_table
+
+            describe_table(Path(name), target, client)
+            return
+        if target is not None or client is not None:
+            raise DataError(
+                f"--target and --client name columns of a table, and {name} is no file: give the "
+                "path of a CSV or parquet file"
+            )
         if describe(name, data_dir=data_dir, cache_dir=cache_dir).at_hand == "on hub":
             raise DataError(f"{name} is on the hub, not here yet; run: fedbasin data fetch {name}")
         fetched = _fetch(name, data_dir, cache_dir)
@@ -136,6 +167,14 @@ def fetch_(name: Name, data_dir: DataDir = None, cache_dir: CacheDir = None) -> 
     else:
         place = f"{'decoded into' if fetched.decoded else 'already in'} {fetched.entry.folder}"
     Console(soft_wrap=True).print(f"{escape(name)}: {rows}, {escape(place)}", highlight=False)
+
+
+def _is_table(name: str) -> bool:
+    """Whether a name is the path of a table, there or not."""
+    path = Path(name)
+    if path.is_dir():
+        return any(path.glob("*.parquet"))
+    return path.suffix.lower() in (".csv", ".tsv", ".parquet", ".pq")
 
 
 def _fetch(name: str, data_dir: Path | None, cache_dir: Path | None) -> Fetched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -9,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import current_process
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from fedbasin.core.catalogue import CATALOGUE
 from fedbasin.data import Dataset, Rows
@@ -122,7 +125,7 @@ def _why_alone(experiments: Sequence[Experiment]) -> str:
     mine = ", ".join(from_main(experiments))
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not mine:
-        return ""
+        return _why_not_sent(experiments)
     if file is None or not Path(file).is_file():  # a notebook, or standard input
         return (
             f"{mine} is defined in this notebook, where other processes cannot find it: move it to "
@@ -133,6 +136,27 @@ def _why_alone(experiments: Sequence[Experiment]) -> str:
             f"{mine} is defined in {Path(file).name}, which other processes must import: put its "
             'last part below if __name__ == "__main__":'
         )
+    return _why_not_sent(experiments)
+
+
+class _Dry(ForkingPickler):
+    """Goes through an object as a pool does that sends it, without its weights."""
+
+    def persistent_id(self, part: Any) -> str | None:
+        """Leave out tensors, which can always be sent."""
+        return "tensor" if isinstance(part, Tensor) else None
+
+
+def _why_not_sent(experiments: Sequence[Experiment]) -> str:
+    """Say why a network cannot be sent to another process; nothing where it can."""
+    for model in {id(each.objects.model): each.objects.model for each in experiments}.values():
+        try:
+            _Dry(io.BytesIO()).dump(model)
+        except Exception as error:  # whatever an object raises when it is asked what it is made of
+            return (
+                f"{model_name(model)} cannot be sent to other processes ({error}): define it in a "
+                "module (my_module.py), outside of functions, and import it"
+            )
     return ""
 
 
