@@ -159,6 +159,7 @@ _ENTRIES = (
     "stepwise",
     "survival",
     "swa",
+    "timm",
     "tokens",
     "vgg11",
     "warmup",

@@ -219,7 +219,7 @@ def test_resume_takes_the_same_objects_and_refuses_others_by_name(data, tmp_path
         fb.resume(out, data=data, model=wider)
     with pytest.raises(ConfigError, match=r"make_network was given as a Python object; give it ag"):
         fb.resume(out, data=data)
-    with pytest.raises(RuntimeError, match=r"unknown dataset 'arrays-.*as data="):
+    with pytest.raises(RecordError, match=r"begun on data in memory, arrays-.*, data=\.\.\.\)"):
         fb.resume(out, model=make_network)
     assert fb.resume(out, data=data, model=make_network)["status"] == "finished"
     assert same_models(whole.path, out)
@@ -269,6 +269,31 @@ def test_weights_from_a_file_are_the_start(data, tmp_path):
 def test_networks_that_do_not_fit_are_refused(data, tmp_path, model, message):
     with pytest.raises(ConfigError, match=message):
         fb.run(data, tmp_path / "run", model=model, **ROUNDS)
+
+
+def test_a_network_that_cannot_take_the_rows_is_named_beside_them(data, tmp_path):
+    with pytest.raises(ConfigError, match=r"Linear.*cannot take rows of .*, float32 \[5\] each"):
+        fb.run(data, tmp_path / "a", model=nn.Linear(9, 2), **ROUNDS)
+    tokens = np.arange(60).reshape(20, 3)
+    lookup = nn.Sequential(nn.Embedding(60, 2), nn.Flatten(), nn.Linear(6, 1))
+    settings = {"model": lookup, "partition": {"clients": 2}, **ROUNDS}
+    with pytest.raises(ConfigError, match="kind='text'"):
+        fb.run((tokens, np.linspace(0, 1, 20)), tmp_path / "b", **settings)
+    data = fb.data.from_arrays(tokens, np.linspace(0, 1, 20), kind="text")
+    assert fb.run(data, tmp_path / "c", **settings)["rounds"] == 2
+
+
+def test_few_rows_without_clients_are_dealt_to_few(tmp_path):
+    x, y, _ = table(130)
+    assert fb.run((x, y), tmp_path / "a", model="logistic", **ROUNDS)["clients"] == 2
+
+
+def test_a_method_is_imported_from_its_room():
+    from fedbasin.methods import IMA, ima
+    from fedbasin.methods.ima import IMA as of_its_file
+
+    assert ima is IMA is of_its_file
+    assert fb.text(ima(fb.scaffold(), window=3)) == "ima(scaffold, window=3)"
 
 
 def test_calls_that_make_no_sense_are_refused(data, tmp_path):

@@ -37,7 +37,13 @@ SMALLEST = {
     **dict.fromkeys(("resnet18", "resnet34", "mobilenetv2"), 1),
     "shakespeare_lstm": 1,
 }
-OTHERS = ("custom", "given", "hf", "lora")  # made of a user's module, of files, of another network
+OTHERS = (
+    "custom",
+    "given",
+    "hf",
+    "lora",
+    "timm",
+)  # made of a user's module, of files, of another network
 MODELS = {card.name: card.make for card in cards("model") if card.name not in OTHERS}
 BOUNDED = sorted(name for name, side in SMALLEST.items() if side > 1)
 NORMED = sorted(

@@ -20,7 +20,7 @@ from fedbasin.core.expressions import written
 from fedbasin.core.record import RoundRecord
 from fedbasin.data import Dataset, from_arrays
 from fedbasin.experiment import ConfigError, Experiment
-from fedbasin.experiment.defaults import changed, defaults_for, task_for
+from fedbasin.experiment.defaults import changed, dealt_to, defaults_for, merged, task_for
 from fedbasin.experiment.objects import Factory
 from fedbasin.experiment.runs import Cell, cells, run_cells
 from fedbasin.experiment.sharing import default_jobs
@@ -172,6 +172,8 @@ def _experiment(
     dataset = _dataset(data if what is None else what)
     task = given["task"] if "task" in given else task_for(dataset)
     defaults = defaults_for(task, named_clients=dataset.clients, classes=bool(dataset.classes))
+    if not dataset.clients:
+        defaults = merged({"partition": {"clients": dealt_to(len(dataset.train))}}, defaults)
     base = changed(changed(Experiment(), defaults), given)
     return base.using(replace(base.objects, data=dataset))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,11 @@ def content_hash(dataset: Dataset) -> str:
             whole = np.ascontiguousarray(array)
             digest.update(whole.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def named_by_content(name: str) -> bool:
+    """Whether a name is one that `finished` gives: data in memory, which no name can load."""
+    return re.fullmatch(rf".+-[0-9a-f]{{{_DIGITS}}}", name) is not None
 
 
 def finished(

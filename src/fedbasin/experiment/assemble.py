@@ -20,6 +20,7 @@ from fedbasin.core.method import Context, Method
 from fedbasin.core.needs import NeedError, check_network
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
+from fedbasin.core.randomness import RandomnessError
 from fedbasin.core.rng import Key, root
 from fedbasin.core.task import Targets, Task
 from fedbasin.data import Dataset, Rows
@@ -81,6 +82,7 @@ def build(
 
     train = rows.splits.train
     population = Population.of(train.inputs, train.labels, rows.parts.clients, device)
+    _try_network(experiment, net, transform(population.inputs[:2], None), dataset)
     net.check_draws(transform(population.inputs[:3], None))
     _check_network(experiment, method, net, transform(population.inputs[:2], None), outputs)
     proxy = evaluator_of(rows.splits.proxy) if rows.splits.proxy is not None else None
@@ -162,6 +164,23 @@ def _outputs(task: Task, dataset: Dataset) -> int:
 
 
 @torch.no_grad()
+def _try_network(experiment: Experiment, net: Net, inputs: Tensor, dataset: Dataset) -> None:
+    """Run a network once; what a layer raises is told beside the rows that it was given."""
+    try:
+        net(net.initial()[0], net.arranged(inputs))
+    except RandomnessError:
+        raise
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        kind = str(inputs.dtype).removeprefix("torch.")
+        hint = ""
+        if inputs.is_floating_point() and np.issubdtype(dataset.train.inputs.dtype, np.integer):
+            hint = "; for whole numbers that a network looks up give the data kind='text'"
+        raise ConfigError(
+            f"model: {experiment.model} cannot take rows of {dataset.name}, {kind} "
+            f"{list(inputs.shape[1:])} each: {str(error).splitlines()[0]}{hint}"
+        ) from error
+
+
 def _check_network(
     experiment: Experiment, method: Method, net: Net, inputs: Tensor, outputs: int
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedbasin.data import Dataset
-from fedbasin.experiment.config import ConfigError, Experiment, from_mapping
+from fedbasin.experiment.config import ConfigError, Experiment, PartitionConfig, from_mapping
 
 # Hospitals and banks are few and always there; of thousands of devices some are drawn.
 _EVERYONE = {
@@ -32,6 +32,11 @@ def defaults_for(task: str, *, named_clients: bool, classes: bool) -> dict[str, 
     if not classes:
         return settings | {"partition": {"how": "iid"}}
     return settings
+
+
+def dealt_to(rows: int) -> int:
+    """Return how many clients share rows that name none: 50 rows each, from 2 to the usual 50."""
+    return max(2, min(PartitionConfig().clients, rows // 50))
 
 
 def task_for(dataset: Dataset) -> str:

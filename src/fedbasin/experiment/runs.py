@@ -27,6 +27,7 @@ from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atom
 from fedbasin.core.sink import Log, Sink
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.data import DataError, Dataset
+from fedbasin.data.naming import named_by_content
 from fedbasin.experiment.assemble import build
 from fedbasin.experiment.checks import check_needs
 from fedbasin.experiment.child_process import run_in_progress, warn_once
@@ -219,6 +220,11 @@ def _objects(
 
 def _with_same_objects(folder: RunFolder, experiment: Experiment, objects: Objects) -> Experiment:
     """Return a run that is resumed with its objects; refuse others by their names."""
+    if objects.data is None and named_by_content(experiment.data.name):
+        raise RecordError(
+            f"{folder.path} was begun on data in memory, {experiment.data.name}: give it again, "
+            f"fedbasin.resume({str(folder.path)!r}, data=...)"
+        )
     asked = experiment.using(objects)
     if asked.data.name != experiment.data.name:
         raise RecordError(

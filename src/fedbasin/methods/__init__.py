@@ -1,5 +1,6 @@
 """Room 5: the ways of merging, one file each. Importing the room fills the catalogue."""
 
+from fedbasin.core.catalogue import CATALOGUE as _CATALOGUE
 from fedbasin.methods.adabest import AdaBest as AdaBest
 from fedbasin.methods.balancefl import BalanceFL as BalanceFL
 from fedbasin.methods.creff import CReFF as CReFF
@@ -39,3 +40,9 @@ from fedbasin.methods.scaffold import Scaffold as Scaffold
 from fedbasin.methods.serverft import ServerFT as ServerFT
 from fedbasin.methods.swa import SWA as SWA
 from fedbasin.methods.wima import WIMA as WIMA
+
+# `from fedbasin.methods import ima` gives what makes the method. Its file has the same name, and
+# `from fedbasin.methods.ima import ...` reads that.
+for _card in tuple(_CATALOGUE.values()):
+    if _card.make.__module__.startswith("fedbasin.methods."):
+        globals()[_card.name] = _card.make

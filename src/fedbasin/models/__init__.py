@@ -25,7 +25,7 @@ from fedbasin.models.given import given
 from fedbasin.models.lora import lora, with_lora
 from fedbasin.models.mobilenet import mobilenetv2
 from fedbasin.models.network import Network
-from fedbasin.models.pretrained import hf
+from fedbasin.models.pretrained import hf, timm
 from fedbasin.models.recurrent import shakespeare_lstm
 from fedbasin.models.resnets import (
     resnet8,
@@ -67,6 +67,7 @@ __all__ = [
     "resnet110",
     "shakespeare_lstm",
     "simple_cnn",
+    "timm",
     "vgg11",
     "with_lora",
     "wrn56_4",

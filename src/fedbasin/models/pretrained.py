@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedbasin.core.catalogue import entry
@@ -91,6 +92,73 @@ def hf(
     if not 0 <= pad < vocabulary:
         raise ValueError(f"pad must be a token below {vocabulary}, got {pad}")
     return _network(MeanPooled(encoder, pad), int(config.hidden_size), classes, freeze)
+
+
+@entry("model", paper="Wightman, 2019", url="https://github.com/huggingface/pytorch-image-models")
+def timm(
+    shape: Shape,
+    classes: int,
+    *,
+    name: str,
+    weights: str = "",
+    freeze: Freeze = "backbone",
+) -> Network:
+    """An image network of the package timm with weights of a local file, and a new linear head.
+
+    Args:
+        name: what timm calls it, such as ``"resnet18"`` or ``"vit_tiny_patch16_224"``.
+        weights: a safetensors file with its tensors; the classifier in it is left out. Without
+            one the network starts at random, which wants ``freeze="none"``.
+        freeze: ``"backbone"`` trains the head alone, ``"none"`` the whole network.
+    """
+    one_of("freeze", freeze, ("backbone", "none"))
+    if len(shape) != 3:
+        raise ValueError(f"timm takes images (channels, height, width), got shape {shape}")
+    if not weights and freeze == "backbone":
+        raise ValueError(
+            "freeze='backbone' keeps weights that start at random: name a file with weights=, or "
+            "set freeze='none'"
+        )
+    try:
+        import timm as library
+    except ModuleNotFoundError as error:
+        if error.name not in ("timm", "torchvision"):
+            raise
+        raise ValueError(_ABSENT.format(name="timm", package=error.name, extra="timm")) from None
+    if not library.is_model(name):
+        raise ValueError(f"name={name!r} is no network of timm: see timm.list_models()")
+    settings: dict[str, Any] = {"in_chans": shape[0], "num_classes": 0}
+    known = library.get_pretrained_cfg(name)
+    if known is not None and known.fixed_input_size:  # position embeddings of one size
+        settings["img_size"] = shape[1:]
+    body = library.create_model(name, pretrained=False, **settings)
+    if weights:
+        _load(body, weights, body.default_cfg.get("classifier") or ())
+    return _network(body, int(body.num_features), classes, freeze)
+
+
+def _load(body: nn.Module, path: str, classifier: str | tuple[str, ...]) -> None:
+    """Load a file's tensors into a network that has no classifier of its own."""
+    try:
+        stored = load_file(Path(path).expanduser())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"weights={path!r} cannot be read: {error}; name a local safetensors file"
+        ) from error
+    heads = (classifier,) if isinstance(classifier, str) else classifier
+    starts = tuple(f"{head}." for head in heads)
+    stored = {key: value for key, value in stored.items() if not key.startswith(starts)}
+    own = body.state_dict()
+    for key in sorted(own.keys() ^ stored.keys()):
+        told = "lacks" if key in own else "holds"
+        raise ValueError(f"weights={path!r} {told} {key!r}: name the file of this very network")
+    for key, value in own.items():
+        if stored[key].shape != value.shape:
+            raise ValueError(
+                f"weights={path!r}: {key!r} has the shape {list(stored[key].shape)}, images of "
+                f"this data want {list(value.shape)}"
+            )
+    body.load_state_dict(stored)
 
 
 def _folder(path: str) -> Path:
