@@ -24,6 +24,7 @@ from fedbasin.core.rng import Key, root
 from fedbasin.core.task import Targets, Task
 from fedbasin.data import Dataset, Rows
 from fedbasin.experiment.checks import check_groups, check_needs, log_cautions
+from fedbasin.experiment.clients import Clients
 from fedbasin.experiment.config import ConfigError, Experiment
 from fedbasin.experiment.executors import pick_device, pick_executor, pick_precision
 from fedbasin.experiment.interface import Interface
@@ -108,10 +109,12 @@ def build(
         keep_optimiser=experiment.local.keep_optimiser,
     )
     log_cautions(method, experiment, net, population)
+    schedule = schedule_of(experiment)
     counts = population.class_counts(rows.classes).cpu().numpy()
     participation: Choice = parse(experiment.sim.participation, "participation")
     eligible = np.flatnonzero(population.sizes > 0)
     draw_cohort(participation, eligible, key, 0)  # an error here comes before the run
+    clients = Clients(experiment, dataset, rows, population, trainer, key)
     return Federation(
         method=method,
         net=net,
@@ -119,7 +122,7 @@ def build(
         population=population,
         evaluator=test,
         context=context,
-        schedule=schedule_of(experiment),
+        schedule=schedule,
         participation=participation,
         eligible=eligible,
         key=key,
@@ -130,6 +133,7 @@ def build(
         evaluate_every=experiment.sim.evaluate_every,
         evaluate_last=experiment.sim.evaluate_last,
         train=trained_on,
+        home=clients.scores(test, lambda round: draw_cohort(participation, eligible, key, round)),
         client_memory=experiment.sim.client_memory * 2**30,
         client_archive=client_archive,
         # Last: it may start processes, so nothing may fail after it.

@@ -14,7 +14,14 @@ from fedbasin.core.record import Headline, RecordError, RoundRecord, RunFolder, 
 from fedbasin.core.settings import flatten, write_value
 
 # Settings that change no result.
-_NO_EFFECT = ("sim.checkpoint_every", "sim.evaluate_train", "snapshots.")
+_NO_EFFECT = (
+    "sim.checkpoint_every",
+    "sim.evaluate_train",
+    "sim.evaluate_clients",
+    "sim.personalise",
+    "sim.baselines",
+    "snapshots.",
+)
 
 
 @dataclass(frozen=True, eq=False)
