@@ -320,7 +320,6 @@
       const many = dots.length / Math.max(shown.length, 1) > 300;
       const tell = (one) => `${one.label}\nclient ${one.client}${one.group ? `, ${one.group}` : ""}${one.seen ? "" : ", never takes part"}\n${found.title}: ${short(one.score)}`;
       const narrow = width < 560;
-      const clip = (label) => (narrow && label.length > 14 ? `${label.slice(0, 13)}\u2026` : label);
       const marks = many
         ? [Plot.tickX(dots, { x: "score", fy: "label", stroke: (one) => colour(one.group), strokeOpacity: 0.25 })]
         : [
@@ -331,13 +330,14 @@
       return frame(width, {
         ariaLabel: "scores of clients by method",
         height: Math.max(160, 90 * shown.length + 60),
-        marginLeft: narrow ? 20 : 24,
-        marginRight: narrow ? 92 : 150,
+        marginLeft: 16,
+        marginRight: 16,
         x: { label: found.title, grid: true, ticks: narrow ? 4 : 8 },
-        fy: { label: null, domain: shown.map((method) => method.label), tickFormat: clip, padding: 0.1 },
+        fy: { axis: null, domain: shown.map((method) => method.label), padding: 0.1 },
         color: { type: "identity" },
         marks: [
           ...marks,
+          Plot.text(sums, { fy: "label", text: "label", frameAnchor: "top-left", fontWeight: 600, stroke: "var(--page)", fill: "currentColor" }),
           Plot.ruleX(sums, { x: "mean", fy: "label", stroke: "currentColor", strokeWidth: 1.5 }),
           Plot.tickX(sums, { x: "decile", fy: "label", stroke: "currentColor", strokeWidth: 4, insetTop: 26, insetBottom: 26 }),
           Plot.tip(dots, Plot.pointer({ x: "score", fy: "label", title: tell })),
