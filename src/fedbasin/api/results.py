@@ -20,6 +20,7 @@ from fedbasin.experiment.objects import Factory
 from fedbasin.report.curves import write_curves
 from fedbasin.report.page import write_page
 from fedbasin.report.runs import Run, headline_of_runs, read_runs, title_of
+from fedbasin.report.served import served_text
 from fedbasin.report.table import Row, cells, summarise
 from fedbasin.report.verdict import verdict
 
@@ -152,7 +153,9 @@ class Comparison(Sequence[RunResult]):
         console = Console(file=io.StringIO(), width=100)
         console.print(table_of(summarise(runs, None), headline, title_of(runs)))
         assert isinstance(console.file, io.StringIO)
-        return f"{console.file.getvalue()}{verdict(runs)}\nrecords: {self.path}"
+        clients = served_text(runs)
+        said = f"{verdict(runs)}\n{clients}" if clients else verdict(runs)
+        return f"{console.file.getvalue()}{said}\nrecords: {self.path}"
 
     def _repr_html_(self) -> str:
         runs = self._read()

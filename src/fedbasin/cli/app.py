@@ -417,6 +417,7 @@ def _compare(
     from fedbasin.report.curves import draw_curves
     from fedbasin.report.page import write_page
     from fedbasin.report.runs import headline_of_runs, read_runs
+    from fedbasin.report.served import served_text
     from fedbasin.report.table import summarise
     from fedbasin.report.verdict import verdict
 
@@ -430,6 +431,8 @@ def _compare(
     title = f"{_data_title(base)}, {base.partition.how}, {base.rounds} rounds"
     console.print(table_of(summarise(runs, target), headline, title, target))
     console.print(Text(verdict(runs)), soft_wrap=True)
+    if clients := served_text(runs):
+        console.print(Text(clients), soft_wrap=True)
     figure = draw_curves(
         runs, path / "comparison.png", title=f"{_data_title(base)}, {base.partition.how}"
     )

@@ -8,7 +8,7 @@ the server see it as a `Proxy`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -289,46 +289,77 @@ class Evaluator:
         count: int,
     ) -> dict[str, Tensor]:
         """Return metrics of the rows of every group, in one pass."""
-        by_rows = tuple(m for m in metrics if isinstance(m, RowMetric))
-        by_sets = [m for m in metrics if isinstance(m, SetMetric)]
         group = group.to(self.labels.device)
-        sums: list[Tensor] = []
-        kept: list[Tensor] = []
+        segments = _Segments(self.task, metrics, count)
         for cut in self.cuts():
             inputs = self._network_inputs(self.inputs[cut])
             outputs = self.net(vector, inputs, statistics).logits
-            addends = self._addends(outputs, self.labels[cut], by_rows)
-            if not sums:
-                sums = [each.new_zeros(count, each.shape[1]) for each in addends]
-            for total, each in zip(sums, addends, strict=True):
-                total.index_add_(0, group[cut], each)
-            if by_sets:
-                kept.append(outputs.cpu())
-        rows = torch.bincount(group, minlength=count).to(torch.float64).cpu()
-        values = {
-            metric.name: metric.value(total.cpu(), rows)
-            for metric, total in zip(by_rows, sums, strict=True)
-        }
-        if by_sets:
-            values |= self._sets_by(by_sets, torch.cat(kept), group.cpu(), count)
-        return {metric.name: values[metric.name] for metric in metrics}
+            segments.add(outputs, self.labels[cut], group[cut])
+        return segments.values()
 
-    def _sets_by(
-        self, metrics: Sequence[SetMetric], outputs: Tensor, group: Tensor, count: int
+    def scores_at_home(
+        self,
+        models: Iterable[tuple[Tensor, Tensor, Tensor]],
+        offsets: Sequence[int],
     ) -> dict[str, Tensor]:
-        """Return metrics of all rows of each group."""
-        order = torch.argsort(group, stable=True)
-        sizes = torch.bincount(group, minlength=count).tolist()
-        said = outputs[order].split(sizes)
-        true = self.labels.cpu()[order].split(sizes)
-        pairs = list(zip(said, true, strict=True))
-        return {
-            metric.name: torch.tensor(
-                [metric.value(self.task, o, t) if len(t) else torch.nan for o, t in pairs],
-                dtype=torch.float64,
-            )
-            for metric in metrics
-        }
+        """Score a model of each group's own on the rows of that group.
+
+        Args:
+            models: blocks of groups [C], their models [C, P] and statistics [C, Q]; a group that no
+                block names has no score.
+            offsets: where the rows of each group begin, [G + 1]: rows lie in the groups' order.
+
+        Returns:
+            By metric one number a group, float64 [G]; NaN where it is undefined.
+        """
+        own = tuple(m for m in self.metrics if not isinstance(m, GroupMetric))
+        segments = _Segments(self.task, own, len(offsets) - 1)
+        starts = torch.tensor(offsets, device=self.labels.device)
+        for block in models:  # which may train as it is read
+            self._add_block(segments, starts, *block)
+        return segments.values()
+
+    @torch.no_grad()
+    def _add_block(
+        self,
+        segments: _Segments,
+        starts: Tensor,
+        groups: Tensor,
+        vectors: Tensor,
+        buffers: Tensor,
+    ) -> None:
+        """Add the rows of some groups, each under its own model."""
+        first = starts[groups]
+        sizes = starts[groups + 1] - first
+        # Groups of like size in one pass: shorter ones are filled up with rows that do not count.
+        for part in torch.argsort(sizes).split(self._groups_at_once(sizes)):
+            place = torch.arange(int(sizes[part].max()), device=first.device)
+            real = place < sizes[part][:, None]
+            rows = first[part][:, None] + torch.where(real, place, 0)
+            rows = rows.clamp(max=len(self) - 1)
+            outputs = self._run_own(vectors[part], rows, buffers[part])
+            owner = groups[part][:, None].expand_as(rows)
+            segments.add(outputs[real], self.labels[rows[real]], owner[real])
+
+    def _groups_at_once(self, sizes: Tensor) -> int:
+        """Return how many groups of at most so many rows run in one pass of own models."""
+        looped = self.net.device.type == "cpu" and not self.net.compiles  # recurrent layers
+        if looped or self.chunk_of_models() == 1 or not self.net.stacks:
+            return 1
+        return max(1, 4 * self.rows_at_once // max(int(sizes.max()), 1))
+
+    def _run_own(self, vectors: Tensor, rows: Tensor, buffers: Tensor) -> Tensor:
+        """Return the outputs [C, B, ...] of models [C, P], each on rows [C, B] of its own."""
+        if len(vectors) == 1:
+            inputs = self._network_inputs(self.inputs[rows[0]])
+            return self.net(vectors[0], inputs, buffers[0]).logits[None]
+        inputs = self.transform(self.inputs[rows.flatten()], None).unflatten(0, rows.shape)
+
+        def one(vector: Tensor, mine: Tensor, statistics: Tensor) -> Tensor:
+            return self.net(vector, mine, statistics).logits
+
+        outputs: Tensor = vmap(one)(vectors, inputs, buffers)
+        return outputs
 
     @torch.no_grad()
     def measure(self, weights: Tensor, models: Tensor, tick: Tick = no_tick) -> Measured:
@@ -437,12 +468,6 @@ class Evaluator:
         pairs = zip(metrics, parts, strict=True)
         return {metric.name: metric.value(part, self._rows()) for metric, part in pairs}
 
-    def _addends(
-        self, outputs: Tensor, labels: Tensor, metrics: tuple[RowMetric, ...]
-    ) -> list[Tensor]:
-        """Return what every row adds to each metric, float64 [B, k]."""
-        return [m.addends(self.task, outputs, labels).to(torch.float64) for m in metrics]
-
     def _summed(
         self, models: Tensor, buffers: Tensor, metrics: tuple[RowMetric, ...]
     ) -> list[Tensor]:
@@ -451,7 +476,7 @@ class Evaluator:
         for inputs, labels in self._batches():
 
             def one(said: Tensor, true: Tensor = labels) -> tuple[Tensor, ...]:
-                return tuple(each.sum(0) for each in self._addends(said, true, metrics))
+                return tuple(each.sum(0) for each in _addends(self.task, said, true, metrics))
 
             outputs = self._run(models, inputs, buffers)
             if len(models) > _LOOPED:
@@ -477,6 +502,58 @@ class Evaluator:
         captured.buffers.copy_(buffers)
         captured.graph.replay()
         return captured.sums
+
+
+class _Segments:
+    """Metrics of every group of rows, from outputs that arrive in any order.
+
+    Args:
+        task: what outputs mean.
+        metrics: which.
+        count: number of groups.
+    """
+
+    def __init__(self, task: Task, metrics: tuple[Metric, ...], count: int) -> None:
+        self._task = task
+        self._metrics = metrics
+        self._count = count
+        self._by_rows = tuple(m for m in metrics if isinstance(m, RowMetric))
+        self._by_sets = tuple(m for m in metrics if isinstance(m, SetMetric))
+        self._sums: list[Tensor] = []
+        self._rows = torch.zeros(count, dtype=torch.float64)
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, outputs: Tensor, labels: Tensor, group: Tensor) -> None:
+        """Add rows with their groups."""
+        addends = _addends(self._task, outputs, labels, self._by_rows)
+        if not self._sums:
+            self._sums = [each.new_zeros(self._count, each.shape[1]) for each in addends]
+            self._rows = self._rows.to(outputs.device)
+        for total, each in zip(self._sums, addends, strict=True):
+            total.index_add_(0, group, each)
+        self._rows += torch.bincount(group, minlength=self._count)
+        if self._by_sets:
+            self._kept.append((outputs.cpu(), labels.cpu(), group.cpu()))
+
+    def values(self) -> dict[str, Tensor]:
+        """Return each metric by group, float64 [count] on the host."""
+        rows = self._rows.cpu()
+        undefined = torch.full((self._count,), torch.nan, dtype=torch.float64)
+        values = dict.fromkeys((m.name for m in self._metrics), undefined)
+        for metric, total in zip(self._by_rows, self._sums, strict=bool(self._sums)):
+            values[metric.name] = metric.value(total.cpu(), rows)
+        if self._kept:
+            outputs, labels, group = (torch.cat(each) for each in zip(*self._kept, strict=True))
+            for whole in self._by_sets:
+                values[whole.name] = whole.by_group(self._task, outputs, labels, group, self._count)
+        return values
+
+
+def _addends(
+    task: Task, outputs: Tensor, labels: Tensor, metrics: tuple[RowMetric, ...]
+) -> list[Tensor]:
+    """Return what every row adds to each metric, float64 [B, k]."""
+    return [m.addends(task, outputs, labels).to(torch.float64) for m in metrics]
 
 
 def _capture(

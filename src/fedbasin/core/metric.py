@@ -28,6 +28,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import CATALOGUE, card_of, entry
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.record import COLUMNS, Headline
+from fedbasin.core.served import PREFIXES
 from fedbasin.core.task import RowTask, Task
 
 _ANY: frozenset[str] = frozenset()
@@ -93,6 +94,19 @@ class SetMetric(Metric):
     @abstractmethod
     def of_rows(self, task: Task, outputs: Tensor, targets: Tensor) -> float:
         """Return the metric of the outputs and targets of all rows, which are on the host."""
+
+    def by_group(
+        self, task: Task, outputs: Tensor, targets: Tensor, group: Tensor, count: int
+    ) -> Tensor:
+        """Return the metric of every group of rows, float64 [count]; NaN where undefined.
+
+        This is a loop over groups. A metric that can be had from sorted rows overrides it.
+        """
+        order = torch.argsort(group, stable=True)
+        sizes = torch.bincount(group, minlength=count).tolist()
+        pairs = zip(outputs[order].split(sizes), targets[order].split(sizes), strict=True)
+        values = [self.value(task, o, t) if len(t) else math.nan for o, t in pairs]
+        return torch.tensor(values, dtype=torch.float64)
 
 
 @entry("metric")
@@ -309,6 +323,23 @@ class AUROC(SetMetric):
 
         return _one_against_rest(roc_auc_score, task, outputs, targets)
 
+    def by_group(
+        self, task: Task, outputs: Tensor, targets: Tensor, group: Tensor, count: int
+    ) -> Tensor:
+        """Return it for every group from ranks within groups, without a loop over groups."""
+        truth, scores = _columns(task, outputs, targets)
+        owner = group.numpy()
+        finite = np.isfinite(outputs.flatten(1).numpy()).all(1)
+        areas = np.stack(
+            [_areas(t, s, owner, count) for t, s in zip(truth.T, scores.T, strict=True)]
+        )
+        defined = np.isfinite(areas)
+        sums = np.where(defined, areas, 0.0).sum(0)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values = sums / defined.sum(0)
+        values[np.bincount(owner[~finite], minlength=count) > 0] = math.nan
+        return torch.from_numpy(values)
+
 
 @entry("metric", name="average_precision")
 @dataclass(frozen=True)
@@ -478,7 +509,7 @@ def metrics_of(task: Task, more: tuple[str, ...] = ()) -> tuple[Metric, ...]:
     metrics: dict[str, Metric] = {}
     for expression in (*task.metrics, *more):
         metric = _fitted(parse(expression, "metric"), task)
-        if metric.name in COLUMNS or metric.name.startswith("note_"):
+        if metric.name in COLUMNS or metric.name.startswith(("note_", *PREFIXES)):
             raise MetricError(f"metric {metric.name}: the name is a column of the records")
         metrics[metric.name] = metric
     return tuple(metrics.values())
@@ -515,14 +546,44 @@ def _gap(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _one_against_rest(score: Any, task: Task, outputs: Tensor, targets: Tensor) -> float:
     """Return the mean of a binary score over the classes that some rows have and some have not."""
-    probabilities = task.probabilities(outputs.double())
+    truth, scores = _columns(task, outputs, targets)
+    columns = zip(truth.T, scores.T, strict=True)
+    values = [score(true, said) for true, said in columns if 0 < true.sum() < len(true)]
+    return float(np.mean(values)) if values else math.nan
+
+
+def _columns(task: Task, outputs: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return for every class or label whether rows have it, and the rows' scores for it, [n, k]."""
+    scores = task.probabilities(outputs.double())
     if task.kind == "binary":
         truth = targets.reshape(-1, 1)
-        probabilities = outputs.double()  # ranks of the output itself: a sigmoid saturates
+        scores = outputs.double()  # ranks of the output itself: a sigmoid saturates
     elif task.kind == "labels":
         truth = targets
     else:
-        truth = targets[:, None] == torch.arange(probabilities.shape[1])
-    columns = zip(truth.double().T.numpy(), probabilities.T.numpy(), strict=True)
-    values = [score(true, said) for true, said in columns if 0 < true.sum() < len(true)]
-    return float(np.mean(values)) if values else math.nan
+        truth = targets[:, None] == torch.arange(scores.shape[1])
+    return truth.double().numpy(), scores.numpy()
+
+
+def _areas(truth: np.ndarray, scores: np.ndarray, owner: np.ndarray, count: int) -> np.ndarray:
+    """Return the area under the ROC curve of every group [count], from the ranks in its rows.
+
+    With the sum R of the ranks of the n positive rows among n + m, equal scores sharing the mean of
+    their ranks, it is (R - n (n + 1) / 2) / (n m). NaN where n or m is 0.
+    """
+    order = np.lexsort((scores, owner))
+    sorted_owner = owner[order]
+    sorted_scores = scores[order]
+    begins = np.ones(len(order), dtype=bool)  # of a run of equal scores in one group
+    begins[1:] = (np.diff(sorted_owner) != 0) | (np.diff(sorted_scores) != 0)
+    run = np.cumsum(begins) - 1
+    first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(order)) - 1
+    sizes = np.bincount(owner, minlength=count)
+    before = np.cumsum(sizes) - sizes  # rows of earlier groups
+    ranks = (first[run] + last[run]) / 2 + 1 - before[sorted_owner]
+    positive = truth[order]
+    sums = np.bincount(sorted_owner, weights=ranks * positive, minlength=count)
+    n = np.bincount(sorted_owner, weights=positive, minlength=count)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray((sums - n * (n + 1) / 2) / (n * (sizes - n)))

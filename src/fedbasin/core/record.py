@@ -5,6 +5,7 @@
     data.json                how many rows the dataset had, and a hash that tells it from others
     partition.csv            who holds how many rows of each class
     rounds.jsonl             one line a round, flushed as it is written
+    clients.csv              one line a client: what it gets, where clients are scored
     summary.json             the headline numbers
     checkpoint.safetensors   where to resume
     branches/                checkpoints of earlier rounds, where other runs go on from
@@ -217,6 +218,11 @@ class RunFolder:
     def partition(self) -> Path:
         """Who holds what."""
         return self.path / "partition.csv"
+
+    @property
+    def client_table(self) -> Path:
+        """What each client gets."""
+        return self.path / "clients.csv"
 
     @property
     def rounds(self) -> Path:

@@ -25,6 +25,7 @@ from fedbasin.core.rng import Key, root
 from fedbasin.core.task import Targets, Task
 from fedbasin.data import Dataset, Rows
 from fedbasin.experiment.checks import check_groups, check_needs, log_cautions
+from fedbasin.experiment.clients import Clients
 from fedbasin.experiment.config import ConfigError, Experiment
 from fedbasin.experiment.executors import pick_device, pick_executor, pick_precision
 from fedbasin.experiment.interface import Interface
@@ -92,7 +93,7 @@ def build(
         owners = as_tensor(np.repeat(np.arange(len(population)), population.sizes), device)
         trained_on = test.on(population.inputs, population.labels, owners)
     context = replace(
-        _context(experiment, net, population, key),
+        _context(experiment, net, population, len(rows.unseen), key),
         proxy=proxy,
         class_counts=_class_counts(method, population, rows.classes),
         archive=archive,
@@ -110,10 +111,12 @@ def build(
         keep_optimiser=experiment.local.keep_optimiser,
     )
     log_cautions(method, experiment, net, population)
+    schedule = schedule_of(experiment)
     counts = population.class_counts(rows.classes).cpu().numpy()
     participation: Choice = parse(experiment.sim.participation, "participation")
     eligible = np.flatnonzero(population.sizes > 0)
     draw_cohort(participation, eligible, key, 0)  # an error here comes before the run
+    clients = Clients(experiment, dataset, rows, population, trainer, key)
     return Federation(
         method=method,
         net=net,
@@ -121,7 +124,7 @@ def build(
         population=population,
         evaluator=test,
         context=context,
-        schedule=schedule_of(experiment),
+        schedule=schedule,
         participation=participation,
         eligible=eligible,
         key=key,
@@ -132,6 +135,7 @@ def build(
         evaluate_every=experiment.sim.evaluate_every,
         evaluate_last=experiment.sim.evaluate_last,
         train=trained_on,
+        home=clients.scores(test, lambda round: draw_cohort(participation, eligible, key, round)),
         client_memory=experiment.sim.client_memory * 2**30,
         client_archive=client_archive,
         # Last: it may start processes, so nothing may fail after it.
@@ -198,15 +202,18 @@ def _check_network(
         )
 
 
-def _context(experiment: Experiment, net: Net, population: Population, key: Key) -> Context:
+def _context(
+    experiment: Experiment, net: Net, population: Population, unseen: int, key: Key
+) -> Context:
     """Return the part of a method's context that every method needs."""
+    seen = len(population) - unseen
     return Context(
         layout=net.layout,
         clients=len(population),
         rounds=experiment.rounds,
         key=key,
         batch=experiment.local.batch,
-        examples=float(population.sizes.mean()),
+        examples=float(population.sizes.sum() / seen),
         effective_steps=optimiser_of(experiment.local).effective_steps,
         net=net,
     )

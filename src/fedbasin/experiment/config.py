@@ -110,8 +110,11 @@ class PartitionConfig:
         how: a partition, such as ``"dirichlet(alpha=0.1)"``.
         clients: number of clients, N; 0 with ``"natural"`` is every client that the data names.
         seed: fixes the partition apart from the run's seed; -1 follows the run's seed.
-        hold_out: share of every client's rows that it does not train on, as in code that keeps
-            them for validation at home.
+        hold_out: share of every client's rows that it does not train on; `sim.evaluate_clients`
+            scores models on them. At least one row is held out of two or more.
+        hold_out_by: which rows these are: ``"rows"`` drawn from all alike, or ``"classes"``, where
+            each class gives its share.
+        unseen: share of the clients that never take part; models are scored on them as newcomers.
         corrupted: share of clients that have two labels exchanged, a class they hold and another.
     """
 
@@ -119,6 +122,8 @@ class PartitionConfig:
     clients: int = 50
     seed: int = -1
     hold_out: float = 0.0
+    hold_out_by: Literal["rows", "classes"] = "rows"
+    unseen: float = 0.0
     corrupted: float = 0.0
 
 
@@ -178,6 +183,12 @@ class SimConfig:
         evaluate_every: score the model every k rounds.
         evaluate_last: and in each of the last rounds.
         evaluate_train: score it on all clients' rows too.
+        evaluate_clients: score the model on the rows that each client holds out
+            (`partition.hold_out`) every k rounds and after the last; 0 scores no clients.
+        personalise: also score what each client makes of the final model at home, such as
+            ``"epochs(1)"`` or ``"steps(20, head=True)"``; empty leaves it out.
+        baselines: also score models that each client trains alone, and one that is trained on all
+            rows in one place. This takes as long as N / C further runs.
         metrics: further metrics to record, such as ``["macro_f1", "ece"]``.
         checkpoint_every: save every k rounds.
         client_memory: most main memory, in GiB, for what all clients keep between rounds (SCAFFOLD,
@@ -198,6 +209,9 @@ class SimConfig:
     evaluate_every: int = 1
     evaluate_last: int = 10
     evaluate_train: bool = False
+    evaluate_clients: int = 0
+    personalise: str = ""
+    baselines: bool = False
     metrics: tuple[str, ...] = _expression((), "metric")
     checkpoint_every: int = 10
     client_memory: float = 2.0
@@ -447,6 +461,7 @@ def _check_ranges(experiment: Experiment) -> None:
         ("sim.memory", experiment.sim.memory, 0),
         ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
         ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
+        ("sim.evaluate_clients", experiment.sim.evaluate_clients, 0),
         ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
         ("sim.client_memory", experiment.sim.client_memory, 0),
         ("snapshots.every", experiment.snapshots.every, 0),
@@ -456,6 +471,7 @@ def _check_ranges(experiment: Experiment) -> None:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
     shares = [
         ("partition.hold_out", experiment.partition.hold_out),
+        ("partition.unseen", experiment.partition.unseen),
         ("table.test_share", experiment.table.test_share),
         ("local.momentum", experiment.local.momentum),
         ("sim.dropout", experiment.sim.dropout),
@@ -503,6 +519,27 @@ def _check_optimiser(experiment: Experiment) -> None:
             )
 
 
+def _check_clients(experiment: Experiment) -> None:
+    """Refuse scores by client where clients hold nothing out."""
+    sim = experiment.sim
+    if sim.personalise:
+        try:
+            parse(sim.personalise, "personalisation")
+        except ExpressionError as error:
+            raise ConfigError(f"sim.personalise: {error}") from error
+    asked = {
+        "sim.evaluate_clients": sim.evaluate_clients,
+        "sim.personalise": sim.personalise,
+        "sim.baselines": sim.baselines,
+    }
+    for name, value in asked.items():
+        if value and not experiment.partition.hold_out:
+            raise ConfigError(
+                f"{name} = {value} scores models on rows that clients hold out: set "
+                "partition.hold_out, such as 0.2"
+            )
+
+
 def _check_ray(experiment: Experiment) -> None:
     sim = experiment.sim
     if sim.address and sim.executor != "ray":
@@ -517,7 +554,7 @@ def _check_ray(experiment: Experiment) -> None:
         )
 
 
-_CHECKS = (_check_expressions, _check_ranges, _check_optimiser, _check_ray)
+_CHECKS = (_check_expressions, _check_ranges, _check_optimiser, _check_clients, _check_ray)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Experiment:

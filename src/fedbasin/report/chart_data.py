@@ -13,10 +13,12 @@ import numpy as np
 
 from fedbasin.core.figure_data import Analysis
 from fedbasin.core.holdings import Holdings
-from fedbasin.core.record import RoundRecord
+from fedbasin.core.record import Headline, RoundRecord
+from fedbasin.core.served import PREFIXES, worst_decile
 from fedbasin.report.curves import COLOURS
 from fedbasin.report.partition_figure import CLASS_COLOURS, order_of_clients
 from fedbasin.report.runs import Run, headline_of_runs, shared_holdings
+from fedbasin.report.served import served_data
 from fedbasin.report.table import by_label
 
 _MOST_BARS = 120
@@ -47,7 +49,10 @@ _OF_RECORDS = (
 
 
 def chart_data(
-    runs: Sequence[Run], looks: Sequence[tuple[str, str, str]], analyses: Sequence[Analysis]
+    runs: Sequence[Run],
+    looks: Sequence[tuple[str, str, str]],
+    analyses: Sequence[Analysis],
+    baseline: str = "fedavg",
 ) -> dict[str, Any]:
     """Gather what is drawn.
 
@@ -55,6 +60,7 @@ def chart_data(
         runs: the runs.
         looks: label, colour and dash of each method.
         analyses: what was found about the runs.
+        baseline: the method the others are compared with.
     """
     measures = measures_of(runs)
     groups = by_label(runs)
@@ -70,6 +76,7 @@ def chart_data(
         ],
         "measures": {measure.key: measure.label for measure in measures},
         "holdings": [_holdings(*found) for found in shared_holdings(runs)],
+        "served": served_data(runs, baseline),
         "colours": COLOURS,
         "classColours": CLASS_COLOURS,
         "analyses": [json.loads(analysis.to_json())["panels"] for analysis in analyses],
@@ -104,7 +111,25 @@ def _metric_measures(runs: Sequence[Run], records: Sequence[RoundRecord]) -> lis
     }
     names = dict.fromkeys(name for record in records for name in record.metrics)
     others = {name: Measure(name, f"test {name.replace('_', ' ')}") for name in names}
+    others |= {name: _client_measure(name, headline) for name in names if _of_clients(name)}
+    names = {n: None for n in names if not _of_clients(n) or n in _shown_of_clients(headline)}
     return list((special | {name: others[name] for name in names if name not in special}).values())
+
+
+def _of_clients(name: str) -> bool:
+    return name.startswith(PREFIXES)
+
+
+def _shown_of_clients(headline: Headline) -> tuple[str, ...]:
+    """Return the columns of clients that have a curve: the headline's mean and worst decile."""
+    return (f"clients_{headline.name}_mean", worst_decile(headline))
+
+
+def _client_measure(name: str, headline: Headline) -> Measure:
+    what = "worst decile of clients" if name == worst_decile(headline) else "mean over clients"
+    unit = f", {headline.unit}" if headline.unit else ""
+    words = headline.name.replace("_", " ")
+    return Measure(name, f"{words}, {what}{unit}", headline.scale)
 
 
 def _columns(run: Run, measures: Sequence[Measure]) -> dict[str, Any]:

@@ -21,10 +21,16 @@ from fedbasin.report.curves import COLOURS
 from fedbasin.report.paired import Difference, least_ratio
 from fedbasin.report.reproduce import recipes
 from fedbasin.report.runs import Run, headline_of_runs, shared_facts, telling_settings, title_of
+from fedbasin.report.served import say_gains, served_lines
 from fedbasin.report.table import Row, by_label, cells, differences, summarise
 
 _SCRIPTS = ("d3-7.9.0.min.js", "plot-0.6.17.umd.min.js", "page.js")
 _MADE_WITH = ("python", "device", "executor", "commit")
+_WAYS = {  # models that clients are scored with beside the federated one
+    "home": "after fine-tuning at home",
+    "alone": "trained alone",
+    "pooled": "all rows pooled",
+}
 _DASHES = ("", "6 3", "8 3 2 3", "2 3")  # curves.STYLES, as SVG writes them
 
 
@@ -83,12 +89,14 @@ def render(runs: Sequence[Run], *, target: float | None, baseline: str) -> str:
     )
     environment.filters |= {
         "size": say_bytes,
+        "gains": say_gains,
         "score": lambda value: _score(value, headline),
         "cell": _cell,
         "number": _cell,
     }
     pairs = _pairs(runs, baseline)
     differing = telling_settings(runs)
+    served = served_lines(runs, baseline)
     return environment.get_template("page.html").render(
         title=title_of(runs),
         facts=shared_facts(runs),
@@ -110,7 +118,12 @@ def render(runs: Sequence[Run], *, target: float | None, baseline: str) -> str:
             runs,
             [(line.row.method, line.colour, line.dash) for line in lines],
             [found.analysis for found in analyses],
+            baseline,
         ),
+        served=served,
+        ways={
+            way: title for way, title in _WAYS.items() if any(way in line.ways for line in served)
+        },
         smoothest=max(2, min(50, max(len(run.records) for run in runs) // 2)),
         style=Markup(_asset("page.css")),
         scripts=[Markup(script) for script in scripts],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,3 +57,63 @@ def paired_difference(
     return Difference(
         len(gaps), mean, better, float(interval.low), float(interval.high), float(test.pvalue)
     )
+
+
+@dataclass(frozen=True)
+class ClientGains:
+    """How many clients one method serves better than another, over all seeds that both ran with."""
+
+    clients: int  # pairs of scores: a client counts once a seed
+    gain: int
+    lose: int
+    seeds: int
+    mean: float  # of the differences, each client of each seed counted once
+    low: float | None = None  # 95 % interval of gain - lose, as a share of the clients
+    high: float | None = None
+
+    @property
+    def balance(self) -> float:
+        """Clients that gain minus those that lose, as a share of all."""
+        return (self.gain - self.lose) / self.clients
+
+
+def client_gains(
+    ours: Mapping[int, np.ndarray],
+    theirs: Mapping[int, np.ndarray],
+    *,
+    higher_is_better: bool = True,
+    draws: int = 2000,
+) -> ClientGains | None:
+    """Compare two methods client by client; None without a client that both have a score of.
+
+    Clients of one seed share its model and are not independent. The interval is a bootstrap that
+    draws whole seeds (a cluster bootstrap), so with few seeds it is rough; with one there is none.
+
+    Args:
+        ours: the clients' scores [N] by seed; NaN where there is none.
+        theirs: the other method's.
+        higher_is_better: which of two scores is the better one.
+        draws: bootstrap samples.
+    """
+    gaps = []
+    for seed in sorted(set(ours) & set(theirs)):
+        if len(ours[seed]) != len(theirs[seed]):
+            return None
+        gap = ours[seed] - theirs[seed]
+        gap = gap[np.isfinite(gap)]
+        if len(gap):
+            gaps.append(gap if higher_is_better else -gap)
+    if not gaps:
+        return None
+    gain = np.array([(gap > 0).sum() for gap in gaps])
+    lose = np.array([(gap < 0).sum() for gap in gaps])
+    size = np.array([len(gap) for gap in gaps])
+    sign = 1 if higher_is_better else -1
+    mean = sign * float(np.concatenate(gaps).mean())
+    whole = ClientGains(int(size.sum()), int(gain.sum()), int(lose.sum()), len(gaps), mean)
+    if len(gaps) < 2:
+        return whole
+    chosen = np.random.default_rng(0).integers(0, len(gaps), (draws, len(gaps)))
+    balance = (gain - lose)[chosen].sum(1) / size[chosen].sum(1)
+    low, high = np.quantile(balance, (0.025, 0.975))
+    return replace(whole, low=float(low), high=float(high))

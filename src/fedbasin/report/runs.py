@@ -11,10 +11,18 @@ from typing import Any
 from fedbasin.core.figure_data import Analysis, FigureDataError
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import Headline, RecordError, RoundRecord, RunFolder, headline_of
+from fedbasin.core.served import ClientTable
 from fedbasin.core.settings import flatten, write_value
 
 # Settings that change no result.
-_NO_EFFECT = ("sim.checkpoint_every", "sim.evaluate_train", "snapshots.")
+_NO_EFFECT = (
+    "sim.checkpoint_every",
+    "sim.evaluate_train",
+    "sim.evaluate_clients",
+    "sim.personalise",
+    "sim.baselines",
+    "snapshots.",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +39,7 @@ class Run:
     summary: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)  # flat: "local.lr"
     holdings: Holdings | None = None
+    clients: ClientTable | None = None  # what each client gets, where clients were scored
     analyses: tuple[Analysis, ...] = ()
     problems: tuple[str, ...] = ()  # files of the folder that could not be read
 
@@ -169,6 +178,11 @@ def _read(path: Path) -> Run:
         holdings = Holdings.read(folder.partition) if folder.partition.exists() else None
     except RecordError as error:
         problems.append(str(error))
+    clients = None
+    try:
+        clients = ClientTable.read(folder.client_table) if folder.client_table.exists() else None
+    except RecordError as error:
+        problems.append(str(error))
     for file in sorted(folder.analysis.glob("*.json")):
         try:
             analyses.append(Analysis.from_json(file.read_text(encoding="utf-8")))
@@ -192,6 +206,7 @@ def _read(path: Path) -> Run:
         summary=summary,
         settings=settings,
         holdings=holdings,
+        clients=clients,
         analyses=tuple(analyses),
         problems=tuple(problems),
     )

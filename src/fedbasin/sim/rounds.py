@@ -38,10 +38,12 @@ from fedbasin.core.round import (
     answered,
     one_round,
 )
+from fedbasin.core.served import ClientTable
 from fedbasin.core.snapshot import Snapshot, Snapshots
 from fedbasin.core.tree import count_bytes
 from fedbasin.local.train import Trainer
 from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.home import ClientScores
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort, drop_out
 from fedbasin.sim.population import Population
@@ -88,6 +90,7 @@ class Federation:
         evaluate_every: score every k rounds.
         evaluate_last: and in each of the last rounds.
         train: rows of clients that models are scored on as well, where that is wanted.
+        home: scores models on the rows that clients hold out, where that is wanted.
         client_memory: most bytes of main memory for what all clients keep between rounds.
         client_archive: files for it beyond that.
         snapshots: which models are stored for analyses, and where.
@@ -115,6 +118,7 @@ class Federation:
     evaluate_every: int = 1
     evaluate_last: int = 10
     train: Evaluator | None = None
+    home: ClientScores | None = None
     client_memory: float = math.inf
     client_archive: Archive | None = None
     snapshots: Snapshots | None = None
@@ -154,13 +158,21 @@ class Federation:
             self.context.archive.sweep()
 
     def close(self) -> None:
-        """Free what the executor holds, such as processes."""
+        """Free what the executors hold, such as processes."""
         self.executor.close()
+        if self.home is not None:
+            self.home.close()
 
     def cohort(self, round: int) -> tuple[np.ndarray, np.ndarray]:
         """Return who is drawn in a round, counted from 0, and who of them answers."""
         drawn = draw_cohort(self.participation, self.eligible, self.key, round)
         return drawn, drop_out(drawn, self.dropout, self.key.fold("dropout", round))
+
+    def client_table(self, records: list[RoundRecord]) -> ClientTable | None:
+        """Return what each client gets; None where clients were not scored."""
+        if self.home is None:
+            return None
+        return self.home.table(records, lambda round: self.cohort(round)[1])
 
     def snapshot_bytes(self) -> int:
         """Return how many bytes the snapshots of a run take up, at most."""
@@ -218,6 +230,8 @@ class Federation:
             replies = exchange.gathered.replies
             states.put(cohort.tolist(), exchange.gathered.own, server.round)
         self._store_snapshot(server, after, replies)
+        if self.home is not None:
+            record = self.home.entered(record, after)
         return after, replace(record, seconds=time.perf_counter() - began)
 
     def _store_snapshot(self, before: Server, after: Server, replies: Replies | None) -> None:

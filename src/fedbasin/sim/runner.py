@@ -89,6 +89,7 @@ def run(
                     _save_branching(folder, Checkpoint(server, states.kept(), seconds()))
                 last = ends or record.round == federation.rounds
                 if last or stopping() or failed or record.round % checkpoint_every == 0:
+                    _write_clients(federation, records, folder)
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
                     states.mark_saved()
                     federation.sweep()
@@ -115,6 +116,13 @@ def run(
     log.finish(summary)
     _raise_unfinished(status, reason, folder)
     return summary
+
+
+def _write_clients(federation: Federation, records: list[RoundRecord], folder: RunFolder) -> None:
+    """Write what each client gets, where clients were scored."""
+    table = federation.client_table(records)
+    if table is not None:
+        write_atomically(folder.client_table, table.to_csv())
 
 
 def _raise_unfinished(status: str, reason: str | None, folder: RunFolder) -> None:

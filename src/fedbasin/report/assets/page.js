@@ -290,8 +290,125 @@
     }
   }
 
+  /** Distribution of clients' scores, a method against the baseline, and the table of clients. */
+  function served() {
+    const found = data.served;
+    if (!found || !at("served")) return;
+    const seeds = [...new Set(found.methods.flatMap((method) => method.runs.map((run) => run.seed)))].sort(d3.ascending);
+    const options = (select, values) =>
+      select.replaceChildren(...values.map((value) => Object.assign(document.createElement("option"), { value, textContent: value })));
+    const others = found.methods.map((method) => method.label).filter((label) => label !== found.baseline);
+    options(at("served-seed"), seeds);
+    options(at("served-method"), others.length ? others : found.methods.map((method) => method.label));
+    const groups = [...new Set(found.methods.flatMap((method) => method.runs.flatMap((run) => run.group)))].filter((name) => name);
+    const coloured = groups.length > 1 && groups.length <= 10;
+    const colour = (group) => (coloured && group ? `var(--class-${groups.indexOf(group)})` : "var(--link)");
+    if (coloured) at("served-legend").replaceChildren(...groups.map((group) => key(colour(group), group)));
+    const seed = () => Number(at("served-seed").value);
+    const runOf = (label) => found.methods.find((method) => method.label === label)?.runs.find((run) => run.seed === seed());
+    const clientsOf = (run) =>
+      run.client.map((client, i) => ({ client, i, group: run.group[i], seen: run.seen[i], score: run.federated[i] })).filter((one) => one.score !== null);
+    const tail = found.higher ? 0.1 : 0.9;
+
+    function drawAll(width) {
+      const shown = found.methods.filter((method) => runOf(method.label));
+      const dots = shown.flatMap((method) => clientsOf(runOf(method.label)).map((one) => ({ ...one, label: method.label })));
+      const sums = shown.map((method) => {
+        const scores = clientsOf(runOf(method.label)).filter((one) => one.seen).map((one) => one.score);
+        return { label: method.label, mean: d3.mean(scores), decile: d3.quantile(scores, tail) };
+      });
+      const many = dots.length / Math.max(shown.length, 1) > 300;
+      const tell = (one) => `${one.label}\nclient ${one.client}${one.group ? `, ${one.group}` : ""}${one.seen ? "" : ", never takes part"}\n${found.title}: ${short(one.score)}`;
+      const narrow = width < 560;
+      const marks = many
+        ? [Plot.tickX(dots, { x: "score", fy: "label", stroke: (one) => colour(one.group), strokeOpacity: 0.25 })]
+        : [
+            Plot.dot(dots, Plot.dodgeY("middle", {
+              x: "score", fy: "label", r: narrow ? 2.5 : 3.5, fill: (one) => (one.seen ? colour(one.group) : "none"), stroke: (one) => colour(one.group), fillOpacity: 0.75,
+            })),
+          ];
+      return frame(width, {
+        ariaLabel: "scores of clients by method",
+        height: Math.max(160, 90 * shown.length + 60),
+        marginLeft: 16,
+        marginRight: 16,
+        x: { label: found.title, grid: true, ticks: narrow ? 4 : 8 },
+        fy: { axis: null, domain: shown.map((method) => method.label), padding: 0.1 },
+        color: { type: "identity" },
+        marks: [
+          ...marks,
+          Plot.text(sums, { fy: "label", text: "label", frameAnchor: "top-left", fontWeight: 600, stroke: "var(--page)", fill: "currentColor" }),
+          Plot.ruleX(sums, { x: "mean", fy: "label", stroke: "currentColor", strokeWidth: 1.5 }),
+          Plot.tickX(sums, { x: "decile", fy: "label", stroke: "currentColor", strokeWidth: 4, insetTop: 26, insetBottom: 26 }),
+          Plot.tip(dots, Plot.pointer({ x: "score", fy: "label", title: tell })),
+        ],
+      });
+    }
+
+    function drawPairs(width) {
+      const label = at("served-method").value;
+      const [ours, theirs] = [runOf(label), found.baseline && runOf(found.baseline)];
+      if (!ours || !theirs || ours === theirs) {
+        at("paired-caption").textContent = "There is no other method of this seed to compare with.";
+        return document.createElement("div");
+      }
+      const before = new Map(clientsOf(theirs).map((one) => [one.client, one.score]));
+      const pairs = clientsOf(ours).filter((one) => before.has(one.client)).map((one) => ({ ...one, x: before.get(one.client), y: one.score }));
+      const sign = found.higher ? 1 : -1;
+      const gain = pairs.filter((one) => sign * (one.y - one.x) > 0).length;
+      const lose = pairs.filter((one) => sign * (one.y - one.x) < 0).length;
+      at("paired-caption").textContent =
+        `Seed ${seed()}: ${gain} of ${pairs.length} clients gain, ${lose} lose. ${found.higher ? "Above" : "Below"} the line ${label} serves a client better than ${found.baseline}.`;
+      const [low, high] = d3.extent(pairs.flatMap((one) => [one.x, one.y]));
+      const tell = (one) => `client ${one.client}${one.group ? `, ${one.group}` : ""}\n${label}: ${short(one.y)}\n${found.baseline}: ${short(one.x)}`;
+      const side = Math.min(width, 520);
+      return frame(side, {
+        ariaLabel: "a method against the baseline, client by client",
+        height: side,
+        x: { label: `${found.baseline}, ${found.title}`, grid: true, ticks: 5 },
+        y: { label, grid: true, ticks: 5 },
+        color: { type: "identity" },
+        marks: [
+          Plot.line([[low, low], [high, high]], { stroke: "currentColor", strokeOpacity: 0.5, strokeDasharray: "4 3" }),
+          Plot.dot(pairs, { x: "x", y: "y", r: 3.5, fill: (one) => colour(one.group), fillOpacity: 0.7 }),
+          Plot.tip(pairs, Plot.pointer({ x: "x", y: "y", title: tell })),
+        ],
+      });
+    }
+
+    const names = { client: "client", group: "group", rows: "rows", held_out: "held out", classes: "classes", took_part: "took part" };
+    const models = { federated: "federated", home: "home", alone: "alone", pooled: "pooled" };
+    function fill() {
+      const run = runOf(others.length ? at("served-method").value : found.methods[0].label) ?? found.methods[0].runs[0];
+      const facts = Object.keys(names).filter((name) => run[name] && (name !== "group" || groups.length));
+      const scores = Object.keys(models).filter((name) => run[name]);
+      const cell = (tag, text, numeric) => Object.assign(document.createElement(tag), { textContent: text, className: numeric ? "n" : "" });
+      const row = (cells) => {
+        const line = document.createElement("tr");
+        line.append(...cells);
+        return line;
+      };
+      const numeric = (name) => name !== "group";
+      const wanted = at("served-search").value.trim().toLowerCase();
+      const places = d3.range(run.client.length).filter((i) => !wanted || `${run.client[i]}` === wanted || run.group[i].toLowerCase().includes(wanted));
+      const table = at("served-clients");
+      table.tHead.replaceChildren(row([...facts.map((name) => cell("th", names[name], numeric(name))), ...scores.map((name) => cell("th", models[name], true))]));
+      table.tBodies[0].replaceChildren(
+        ...places.slice(0, 500).map((i) =>
+          row([...facts.map((name) => cell("td", run[name][i] ?? "-", numeric(name))), ...scores.map((name) => cell("td", run[name][i] === null ? "-" : short(run[name][i]), true))]),
+        ),
+      );
+      at("served-count").value = `${places.length} of ${run.client.length} clients` + (places.length > 500 ? ", 500 shown" : "");
+    }
+
+    const redraws = [keep(at("served-chart"), drawAll), keep(at("paired-chart"), drawPairs), fill];
+    fill();
+    for (const id of ["served-seed", "served-method", "served-search"]) at(id).addEventListener("input", () => redraws.forEach((redraw) => redraw()));
+  }
+
   learningCurves();
   holdings();
+  served();
   analyses();
   window.addEventListener("beforeprint", () => {
     for (const closed of document.querySelectorAll("details")) closed.open = true;
