@@ -178,6 +178,8 @@ class SimConfig:
         evaluate_every: score the model every k rounds.
         evaluate_last: and in each of the last rounds.
         evaluate_train: score it on all clients' rows too.
+        score_on: the rows that records score: ``"test"``, or ``"held_out"``, those that clients
+            hold out (`partition.hold_out`); settings are then chosen without a look at test rows.
         metrics: further metrics to record, such as ``["macro_f1", "ece"]``.
         checkpoint_every: save every k rounds.
         client_memory: most main memory, in GiB, for what all clients keep between rounds (SCAFFOLD,
@@ -198,6 +200,7 @@ class SimConfig:
     evaluate_every: int = 1
     evaluate_last: int = 10
     evaluate_train: bool = False
+    score_on: Literal["test", "held_out"] = "test"
     metrics: tuple[str, ...] = _expression((), "metric")
     checkpoint_every: int = 10
     client_memory: float = 2.0
@@ -517,7 +520,14 @@ def _check_ray(experiment: Experiment) -> None:
         )
 
 
-_CHECKS = (_check_expressions, _check_ranges, _check_optimiser, _check_ray)
+def _check_scored_rows(experiment: Experiment) -> None:
+    if experiment.sim.score_on == "held_out" and not experiment.partition.hold_out:
+        raise ConfigError(
+            "sim.score_on is 'held_out', and no rows are held out: set partition.hold_out, as 0.2"
+        )
+
+
+_CHECKS = (_check_expressions, _check_ranges, _check_optimiser, _check_ray, _check_scored_rows)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Experiment:

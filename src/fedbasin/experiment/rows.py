@@ -28,6 +28,13 @@ class Rows:
     parts: partition.Partition
     classes: int
     corrupted: frozenset[int] = frozenset()  # clients with exchanged labels
+    held: np.ndarray | None = None  # rows that clients hold out, sorted
+
+    @property
+    def held_out(self) -> data.Rows:
+        """The rows that clients hold out and do not train on."""
+        assert self.held is not None
+        return self.splits.train.take(self.held)
 
 
 def dataset_of(experiment: Experiment, data_dir: Path | None) -> data.Dataset:
@@ -92,8 +99,11 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         parts = how(pool, clients, key.fold("partition").numpy())
     except ValueError as error:
         raise ConfigError(f"partition.how, {how}: {error}") from error
+    held = None
     if experiment.partition.hold_out:
+        all_rows = parts.order
         parts = parts.hold_out(experiment.partition.hold_out, key.fold("hold out").numpy())
+        held = np.setdiff1d(all_rows, parts.order)
     corrupted: frozenset[int] = frozenset()
     if experiment.partition.corrupted:
         share = experiment.partition.corrupted
@@ -105,7 +115,7 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         changed = labels != train.labels
         corrupted = frozenset(i for i, mine in enumerate(parts.clients) if changed[mine].any())
         train = replace(train, labels=labels)
-    return Rows(data.Splits(train, proxy, splits.test), parts, classes, corrupted)
+    return Rows(data.Splits(train, proxy, splits.test), parts, classes, corrupted, held)
 
 
 def _named_clients(rows: data.Rows) -> int:
