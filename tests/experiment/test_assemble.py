@@ -14,7 +14,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.rng import root
 from fedbasin.core.task import Classification
 from fedbasin.data import load
-from fedbasin.experiment import Experiment, build
+from fedbasin.experiment import Experiment, build, run
 from fedbasin.experiment.assemble import _recalibration
 from fedbasin.experiment.config import (
     ConfigError,
@@ -76,10 +76,57 @@ def test_held_out_rows_are_trained_on_by_nobody():
     part = replace(whole, partition=replace(whole.partition, hold_out=0.3))
     every, kept = (cut_rows(e, load("digits")).parts for e in (whole, part))
     assert kept.sizes().tolist() == [size - int(0.3 * size + 1e-9) for size in every.sizes()]
-    assert all(
-        np.isin(mine, before).all()
-        for mine, before in zip(kept.clients, every.clients, strict=True)
-    )
+    held = cut_rows(part, load("digits")).held
+    for mine, out, before in zip(kept.clients, held.clients, every.clients, strict=True):
+        assert sorted([*mine, *out]) == before.tolist()
+
+
+def test_unseen_clients_have_rows_at_home_and_none_in_training():
+    whole = Experiment().resolved()
+    some = replace(whole, partition=replace(whole.partition, hold_out=0.2, unseen=0.1))
+    rows = cut_rows(some, load("digits"))
+    assert len(rows.unseen) == 5
+    assert (rows.parts.sizes() == 0).nonzero()[0].tolist() == rows.unseen.tolist()
+    for client, (mine, home) in enumerate(zip(rows.parts.clients, rows.home.clients, strict=True)):
+        assert len(home) and len(rows.held.clients[client])
+        assert client in rows.unseen or np.array_equal(mine, home)
+    assert set(build(some).eligible.tolist()) == set(range(50)) - set(rows.unseen.tolist())
+
+
+def test_all_clients_cannot_be_unseen():
+    parts = PartitionConfig(how="iid", clients=1, unseen=0.5)
+    with pytest.raises(ConfigError, match=r"partition\.unseen is 0\.5, which leaves no client"):
+        cut_rows(Experiment(partition=parts), load("digits"))
+
+
+def test_classes_cannot_be_held_out_of_targets_without_any():
+    parts = PartitionConfig(how="iid", clients=4, hold_out=0.2, hold_out_by="classes")
+    with pytest.raises(ConfigError, match="targets have no classes: write 'rows'"):
+        cut_rows(Experiment(task="regression", partition=parts), load("diabetes"))
+
+
+@pytest.mark.parametrize("by", ["rows", "classes"])
+def test_what_stands_in_held_out_rows_changes_no_model(tmp_path, by):
+    """The marker: rows that are held out hold other pixels, and the trained models are equal."""
+    experiment = Experiment(
+        method="fedlaw",
+        rounds=2,
+        data=DataConfig(proxy_per_class=2),
+        partition=PartitionConfig(clients=6, hold_out=0.3, hold_out_by=by, unseen=0.2),
+        sim=SimConfig(participation="fraction(rate=1.0)", executor="loop", evaluate_train=True),
+    ).resolved()
+    plain = load("digits")
+    rows = cut_rows(experiment, plain)
+    hidden = rows.splits.train.inputs[rows.held.order]
+    marked = plain.train.inputs.copy()
+    known = {row.tobytes() for row in hidden}
+    spots = [at for at, row in enumerate(marked) if row.tobytes() in known]
+    marked[spots] = 255
+    other = replace(plain, name="marked", train=replace(plain.train, inputs=marked))
+    first, second = (run(experiment, tmp_path / data.name, data=data) for data in (plain, other))
+    models = [(tmp_path / data.name / "model.safetensors").read_bytes() for data in (plain, other)]
+    assert len(spots) >= 300 and models[0] == models[1]
+    assert first["accuracy_train_last"] == second["accuracy_train_last"]
 
 
 def test_the_servers_rows_have_a_tail_of_their_own_and_may_be_evened():

@@ -102,29 +102,39 @@ def test_cut_gives_each_client_its_stretch_of_the_list_sorted(sizes, dropped, se
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([0.0, 0.1, 0.3, 0.95]))
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([0.1, 0.3, 0.95]))
 def test_hold_out_leaves_every_client_the_rest_of_its_own_rows(sizes, share):
     split = cut(np.random.default_rng(1).permutation(sum(sizes)), np.array(sizes), sum(sizes))
-    kept = split.hold_out(share, np.random.default_rng(2))
+    kept, held = split.hold_out(share, np.random.default_rng(2))
     hundredths = round(100 * share)
-    assert kept.sizes().tolist() == [size - size * hundredths // 100 for size in sizes]
+    counts = [min(max(size * hundredths // 100, 1), size - 1) if size else 0 for size in sizes]
+    assert held.sizes().tolist() == counts
     assert kept.rows == split.rows
-    for mine, before in zip(kept.clients, split.clients, strict=True):
-        assert set(mine.tolist()) <= set(before.tolist())
+    for mine, out, before in zip(kept.clients, held.clients, split.clients, strict=True):
+        assert sorted([*mine, *out]) == before.tolist()
+
+
+def test_rows_are_drawn_as_they_always_were():
+    """Published results were made with these draws."""
+    split = cut(np.arange(20), np.array([12, 8]), 20)
+    kept, _ = split.hold_out(0.3, np.random.default_rng(3))
+    draws = np.random.default_rng(3)
+    assert kept.clients[0].tolist() == sorted(draws.permutation(np.arange(12))[3:])
+    assert kept.clients[1].tolist() == sorted(draws.permutation(np.arange(12, 20))[2:])
 
 
 def test_a_share_that_is_a_whole_number_of_rows_is_held_out_whole():
     split = cut(np.arange(100), np.array([100]), 100)
-    for hundredths in range(100):
-        kept = split.hold_out(hundredths / 100, np.random.default_rng(0))
+    for hundredths in range(1, 100):
+        kept, _ = split.hold_out(hundredths / 100, np.random.default_rng(0))
         assert kept.sizes().tolist() == [100 - hundredths]
 
 
 def test_what_is_held_out_is_drawn():
     split = cut(np.arange(1000), np.array([1000]), 1000)
-    (kept,) = split.hold_out(0.3, np.random.default_rng(0)).clients
-    (again,) = split.hold_out(0.3, np.random.default_rng(0)).clients
-    (other,) = split.hold_out(0.3, np.random.default_rng(1)).clients
+    (kept,) = split.hold_out(0.3, np.random.default_rng(0))[0].clients
+    (again,) = split.hold_out(0.3, np.random.default_rng(0))[0].clients
+    (other,) = split.hold_out(0.3, np.random.default_rng(1))[0].clients
     assert np.array_equal(kept, again) and not np.array_equal(kept, other)
     assert 300 < (kept < 500).sum() < 400  # of either half alike
 
@@ -177,3 +187,36 @@ def test_a_split_that_holds_nothing_has_no_measures():
     assert classes_held(nothing).tolist() == [0, 0]
     assert np.isnan(effective_classes(nothing)).all()
     assert np.isnan(distance_from_global(nothing)).all()
+
+
+def test_every_class_gives_its_share_of_the_rows_held_out():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 5, 400)
+    parts = iid(Pool(labels, 5), 7, rng)
+    trained, held = parts.hold_out(0.3, rng, labels)
+    for before, mine, out in zip(parts.clients, trained.clients, held.clients, strict=True):
+        assert sorted([*mine, *out]) == before.tolist()
+        assert len(out) == int(0.3 * len(before))
+        for label in range(5):
+            share = len(out) * (labels[before] == label).mean()
+            assert abs((labels[out] == label).sum() - share) < 1
+    assert all((np.diff(part) > 0).all() for part in held.clients)
+
+
+@pytest.mark.parametrize("labels", [None, np.zeros(6, np.int64)])
+@pytest.mark.parametrize(("share", "counts"), [(0.1, [0, 1, 1]), (0.99, [0, 1, 2])])
+def test_a_client_holds_out_a_row_and_keeps_a_row(share, counts, labels):
+    parts = Partition(tuple(map(np.array, ([0], [1, 2], [3, 4, 5]))), 6)
+    trained, held = parts.hold_out(share, np.random.default_rng(0), labels)
+    assert held.sizes().tolist() == counts
+    assert (trained.sizes() + held.sizes()).tolist() == [1, 2, 3]
+
+
+def test_a_row_that_is_dealt_again_and_held_out_is_trained_on_by_nobody():
+    shared = np.arange(20)
+    parts = Partition((shared, shared), 20, again=True)
+    trained, held = parts.hold_out(0.4, np.random.default_rng(0))
+    assert held.sizes().tolist() == [8, 8]
+    assert not np.isin(trained.order, held.order).any()
+    with pytest.raises(ValueError, match="client 0 is left without rows"):
+        parts.hold_out(0.9, np.random.default_rng(0))

@@ -110,8 +110,11 @@ class PartitionConfig:
         how: a partition, such as ``"dirichlet(alpha=0.1)"``.
         clients: number of clients, N; 0 with ``"natural"`` is every client that the data names.
         seed: fixes the partition apart from the run's seed; -1 follows the run's seed.
-        hold_out: share of every client's rows that it does not train on, as in code that keeps
-            them for validation at home.
+        hold_out: share of every client's rows that it does not train on; `sim.evaluate_clients`
+            scores models on them. At least one row is held out of two or more.
+        hold_out_by: which rows these are: ``"rows"`` drawn from all alike, or ``"classes"``, where
+            each class gives its share.
+        unseen: share of the clients that never take part; models are scored on them as newcomers.
         corrupted: share of clients that have two labels exchanged, a class they hold and another.
     """
 
@@ -119,6 +122,8 @@ class PartitionConfig:
     clients: int = 50
     seed: int = -1
     hold_out: float = 0.0
+    hold_out_by: Literal["rows", "classes"] = "rows"
+    unseen: float = 0.0
     corrupted: float = 0.0
 
 
@@ -459,6 +464,7 @@ def _check_ranges(experiment: Experiment) -> None:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
     shares = [
         ("partition.hold_out", experiment.partition.hold_out),
+        ("partition.unseen", experiment.partition.unseen),
         ("table.test_share", experiment.table.test_share),
         ("local.momentum", experiment.local.momentum),
         ("sim.dropout", experiment.sim.dropout),

@@ -22,19 +22,30 @@ _SCALES = {"symmetric": (0.5, 0.5), "unit": (0.0, 1.0)}
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a run: who trains on what, what the server holds, what is scored."""
+    """The rows of a run: who trains on what, what the server holds, what is scored.
+
+    Args:
+        splits: rows to train on, of the server, and to score.
+        parts: which of the rows to train on each client has; unseen clients have none.
+        held: which of these rows each client holds out. They are scored, never trained on.
+        home: which rows each client may train on at home: `parts`, and what unseen clients have.
+        classes: number of classes; 0 where targets have none.
+        unseen: clients that never take part, rising.
+        corrupted: clients with exchanged labels.
+    """
 
     splits: data.Splits
     parts: partition.Partition
+    held: partition.Partition
+    home: partition.Partition
     classes: int
-    corrupted: frozenset[int] = frozenset()  # clients with exchanged labels
-    held: np.ndarray | None = None  # rows that clients hold out, sorted
+    unseen: np.ndarray
+    corrupted: frozenset[int] = frozenset()
 
     @property
     def held_out(self) -> data.Rows:
-        """The rows that clients hold out and do not train on."""
-        assert self.held is not None
-        return self.splits.train.take(self.held)
+        """The rows that clients who take part hold out, each once."""
+        return self.splits.train.take(np.unique(self.held.without(self.unseen).order))
 
 
 def dataset_of(experiment: Experiment, data_dir: Path | None) -> data.Dataset:
@@ -99,11 +110,9 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         parts = how(pool, clients, key.fold("partition").numpy())
     except ValueError as error:
         raise ConfigError(f"partition.how, {how}: {error}") from error
-    held = None
-    if experiment.partition.hold_out:
-        all_rows = parts.order
-        parts = parts.hold_out(experiment.partition.hold_out, key.fold("hold out").numpy())
-        held = np.setdiff1d(all_rows, parts.order)
+    home, held = _hold_out(experiment, parts, train.labels, classes, key)
+    unseen = _draw_unseen(experiment, parts, key)
+    parts = home.without(unseen)
     corrupted: frozenset[int] = frozenset()
     if experiment.partition.corrupted:
         share = experiment.partition.corrupted
@@ -115,7 +124,47 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         changed = labels != train.labels
         corrupted = frozenset(i for i, mine in enumerate(parts.clients) if changed[mine].any())
         train = replace(train, labels=labels)
-    return Rows(data.Splits(train, proxy, splits.test), parts, classes, corrupted, held)
+    splits = data.Splits(train, proxy, splits.test)
+    return Rows(splits, parts, held, home, classes, unseen, corrupted)
+
+
+def _hold_out(
+    experiment: Experiment,
+    parts: partition.Partition,
+    labels: np.ndarray,
+    classes: int,
+    key: Key,
+) -> tuple[partition.Partition, partition.Partition]:
+    """Return the rows that clients train on, and those that they hold out."""
+    settings = experiment.partition
+    if not settings.hold_out:
+        return parts, parts.without(np.arange(len(parts.clients)))
+    by_class = settings.hold_out_by == "classes"
+    if by_class and not classes:
+        raise ConfigError(
+            "partition.hold_out_by is 'classes', and the targets have no classes: write 'rows'"
+        )
+    draws = key.fold("hold out").numpy()
+    try:
+        return parts.hold_out(settings.hold_out, draws, labels if by_class else None)
+    except ValueError as error:
+        raise ConfigError(f"partition.hold_out: {error}") from error
+
+
+def _draw_unseen(experiment: Experiment, parts: partition.Partition, key: Key) -> np.ndarray:
+    """Draw the clients that never take part, among those that hold rows; at least one."""
+    share = experiment.partition.unseen
+    if not share:
+        return np.empty(0, np.int64)
+    holders = np.flatnonzero(parts.sizes() > 0)
+    count = max(int(share * len(holders) + 1e-9), 1)
+    if count >= len(holders):
+        raise ConfigError(
+            f"partition.unseen is {share}, which leaves no client to train with: {len(holders)} "
+            "clients hold rows; use a smaller share, or more clients"
+        )
+    drawn = key.fold("unseen").numpy().permutation(holders)[:count]
+    return np.sort(drawn)
 
 
 def _named_clients(rows: data.Rows) -> int:

@@ -126,10 +126,48 @@ class Partition:
         """How many rows each client holds, [N]."""
         return np.diff(self.offsets)
 
-    def hold_out(self, share: float, rng: np.random.Generator) -> Partition:
-        """Return it without this share of every client's rows, drawn at random, rounded down."""
-        kept = [rng.permutation(mine)[int(share * len(mine) + 1e-9) :] for mine in self.clients]
-        return Partition(tuple(np.sort(mine) for mine in kept), self.rows, self.again)
+    def hold_out(
+        self,
+        share: float,
+        rng: np.random.Generator,
+        labels: npt.NDArray[Any] | None = None,
+    ) -> tuple[Partition, Partition]:
+        """Split every client's rows in two: those it trains on, and this share that it does not.
+
+        Of n rows floor(share n) are held out, at least one and at most n - 1; a client with one row
+        trains on it and has none held out. A row that several clients hold and one of them holds
+        out is trained on by nobody.
+
+        Args:
+            share: of every client's rows, in [0, 1).
+            rng: draws the rows.
+            labels: the class of every row of the pool, int64 [rows]; each class then gives its
+                share, to less than one row. None draws from all rows of a client alike.
+        """
+        kept = []
+        held = []
+        for mine in self.clients:
+            order = rng.permutation(mine)
+            count = _held_count(share, len(mine))
+            if labels is not None:
+                order = order[_spread(labels[order], count, rng)]
+            held.append(np.sort(order[:count]))
+            kept.append(np.sort(order[count:]))
+        if self.again:
+            out = np.unique(np.concatenate([*held, np.empty(0, np.int64)]))
+            kept = [mine[~np.isin(mine, out)] for mine in kept]
+            _refuse_emptied(kept, self.clients, share)
+        return (
+            Partition(tuple(kept), self.rows, self.again),
+            Partition(tuple(held), self.rows, self.again),
+        )
+
+    def without(self, clients: Ints) -> Partition:
+        """Return it with no rows at these clients, which keep their numbers."""
+        away = set(clients.tolist())
+        empty = np.empty(0, np.int64)
+        parts = tuple(empty if i in away else mine for i, mine in enumerate(self.clients))
+        return Partition(parts, self.rows, self.again)
 
     def counts(self, labels: npt.NDArray[Any], classes: int) -> Ints:
         """How many rows of each class each client holds, [N, classes]; [N, 0] without classes."""
@@ -141,6 +179,35 @@ class Partition:
             minlength=len(self.clients) * classes,
         )
         return cells.reshape(len(self.clients), classes).astype(np.int64)
+
+
+def _held_count(share: float, rows: int) -> int:
+    """How many of a client's rows are held out."""
+    return min(max(int(share * rows + 1e-9), 1), rows - 1) if rows else 0
+
+
+def _spread(labels: npt.NDArray[Any], count: int, rng: np.random.Generator) -> Ints:
+    """Return an order of rows whose first `count` have every class in proportion.
+
+    Rows are lined up class by class, and `count` of them are taken at equal distances from a drawn
+    start (systematic sampling), so that a class of s rows gives s count / n of them, rounded down
+    or up.
+    """
+    line = np.argsort(labels, kind="stable")
+    if not count:
+        return line
+    step = len(line) / count
+    places = ((np.arange(count) + rng.random()) * step).astype(np.int64)
+    return np.concatenate([line[places], np.delete(line, places)])
+
+
+def _refuse_emptied(kept: list[Ints], before: tuple[Ints, ...], share: float) -> None:
+    for client, (left, had) in enumerate(zip(kept, before, strict=True)):
+        if len(had) and not len(left):
+            raise ValueError(
+                f"share is {share}: client {client} is left without rows, since the split deals "
+                "rows again and others hold all of its rows out; use a smaller share"
+            )
 
 
 def cut(order: Ints, sizes: Ints, rows: int) -> Partition:
