@@ -450,7 +450,7 @@ def run_cells(
         work: Callable[[Cell], dict[str, Any]] = partial(run_cell, data_dir=data_dir, log=log)
         if jobs > 1:
             stored = store_all(experiments, folder)
-            work = partial(_run_in_child, data_dir=data_dir, log=log, stored=stored)
+            work = partial(run_in_child, data_dir=data_dir, log=log, stored=stored)
         for cell, outcome in outcomes(work, layout, jobs, more, folder):
             if on_cell is not None:
                 on_cell(cell, outcome)
@@ -465,7 +465,7 @@ def run_cells(
     return [summaries[cell.path] for cell in layout if cell.path in summaries]
 
 
-def _run_in_child(
+def run_in_child(
     cell: Cell, data_dir: Path | None, log: Sequence[Target], stored: Mapping[str, StoredDataset]
 ) -> dict[str, Any]:
     """Run a cell in a child process; unexpected errors are returned as text."""

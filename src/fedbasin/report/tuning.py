@@ -106,7 +106,7 @@ def tuning_analysis(
 
 
 def _chosen_table(tried: Mapping[str, Sequence[Tried]], headline: Headline) -> Table:
-    rows = []
+    rows: list[tuple[str | float | None, ...]] = []
     for method, own in tried.items():
         best = next((one for one in own if one.chosen), None)
         failed = sum(one.score is None for one in own)

@@ -95,7 +95,7 @@ class Request:
         while counts[-1] >= self.halving:
             counts.append(counts[-1] // self.halving)
         every = self.base.sim.evaluate_every
-        rungs = []
+        rungs: list[tuple[int, int]] = []
         for place, count in enumerate(counts):
             part = rounds / self.halving ** (len(counts) - 1 - place)
             end = min(rounds, max(1, round(part / every)) * every)

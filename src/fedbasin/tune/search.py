@@ -91,7 +91,7 @@ def tune(request: Request, out: Path, run_all: RunAll = run_cells) -> Outcome:
         trials = search(request, out, run_all)
     else:
         trials = _halved(request, out, run_all)
-    headline = _headline(request, out, trials)
+    headline = headline_of_trials(request, out, trials)
     chosen = {}
     for method in request.methods:
         best = _ordered([trial for trial in trials if trial.method == method], headline)
@@ -183,7 +183,7 @@ def _best(
     own = [trial for trial in alive if trial.method == method]
     if all(trial.rounds == 0 for trial in own):
         return own[:count]
-    ordered = _ordered(own, _headline(request, out, own))
+    ordered = _ordered(own, headline_of_trials(request, out, own))
     good = [trial for trial in ordered[:count] if trial.score is not None]
     return sorted(good, key=lambda trial: trial.number)
 
@@ -199,7 +199,8 @@ def _ordered(trials: Sequence[Trial], headline: Headline) -> list[Trial]:
     return sorted(trials, key=place)
 
 
-def _headline(request: Request, out: Path, trials: Sequence[Trial]) -> Headline:
+def headline_of_trials(request: Request, out: Path, trials: Sequence[Trial]) -> Headline:
+    """Return the metric that settings are judged by, from a run's summary."""
     first = _cells(request, out, trials[0])[0]
     return headline_of(RunFolder(first.path).read_summary())
 
