@@ -23,6 +23,7 @@ _HOMES = {
     "Sink": "core.sink",
     "SnapshotConfig": "experiment",
     "TableConfig": "experiment",
+    "Tuned": "api",
     "build": "experiment",
     "compare": "api",
     "entry": "core.catalogue",
@@ -31,6 +32,7 @@ _HOMES = {
     "resume": "api",
     "run": "api",
     "text": "core.expressions",
+    "tune": "api",
 }
 _ROOMS = ("data", "testing")  # modules that users reach as attributes
 # The catalogue. `__init__.pyi` tells type checkers what each name is.

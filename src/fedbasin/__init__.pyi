@@ -6,10 +6,12 @@ from fedbasin import data as data
 from fedbasin import testing as testing
 from fedbasin.api import Comparison as Comparison
 from fedbasin.api import RunResult as RunResult
+from fedbasin.api import Tuned as Tuned
 from fedbasin.api import compare as compare
 from fedbasin.api import predict as predict
 from fedbasin.api import resume as resume
 from fedbasin.api import run as run
+from fedbasin.api import tune as tune
 from fedbasin.core.catalogue import entry as entry
 from fedbasin.core.expressions import Choice
 from fedbasin.core.expressions import parse as parse

@@ -87,7 +87,7 @@ def cluster():
     ray = pytest.importorskip("ray", reason="needs the extra ray: pip install 'fedbasin[ray]'")
     from fedbasin.sim import ray_executor
 
-    ray_executor._join("", 2)
+    ray_executor.join("", 2)
     yield
     ray.shutdown()
 

@@ -51,7 +51,7 @@ matrix = partial(CohortExecutor, compiled=False)
 def cluster():
     """A cluster of this process; executors find it running and leave it running."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray_executor._join("", 4)
+    ray_executor.join("", 4)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 
@@ -295,7 +295,7 @@ def test_an_address_without_a_cluster_is_said_at_once():
     with pytest.raises(
         ClusterError, match=r"^sim.address: no Ray cluster at '127.0.0.1:1': .*refu"
     ):
-        ray_executor._join("127.0.0.1:1", 0)
+        ray_executor.join("127.0.0.1:1", 0)
 
 
 def test_room_for_workers():

@@ -6,3 +6,5 @@ from fedbasin.api.calls import run as run
 from fedbasin.api.network import predict as predict
 from fedbasin.api.results import Comparison as Comparison
 from fedbasin.api.results import RunResult as RunResult
+from fedbasin.api.tuned import Tuned as Tuned
+from fedbasin.api.tuned import tune as tune

@@ -89,7 +89,7 @@ def run_with_progress(
     if "OMP_NUM_THREADS" not in os.environ:
         # Small steps gain nothing from more threads, and lose much if other work shares the cores.
         torch.set_num_threads(1)
-    total = rounds or sum(cell.experiment.rounds for cell in layout)
+    total = rounds or sum(cell.rounds for cell in layout)
     score = TextColumn("{task.fields[score]}")
     stopped = f"stopped; what has been run is kept. Go on with {again}" if again else ""
     with bar(console, TimeRemainingColumn(), score) as progress, _last_words(stopped, console):

@@ -70,7 +70,7 @@ DataDir = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="Where the results go; runs/... by default.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")]
-Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas.")]
+Seeds = Annotated[str, typer.Option(help="Seeds, as in 0,1,2 or 0..9.")]
 Jobs = Annotated[
     int | None,
     typer.Option(min=1, help="Runs at once; by default as many as there are cores, one on a GPU."),
@@ -340,6 +340,83 @@ def compare(
 
 
 @app.command()
+def tune(
+    methods: Annotated[
+        list[str], typer.Argument(help="Expressions, e.g. fedavg fedprox 'ima(fedavg)'.")
+    ],
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A range or choices, as in local.lr=0.01..1, local.epochs=1,2,5 or "
+            "ima.window=2..9:linear. May be repeated."
+        ),
+    ] = None,
+    budget: Annotated[int, typer.Option(help="Settings for each method, its defaults too.")] = 16,
+    tuning_seeds: Annotated[int, typer.Option(help="Runs of each setting.")] = 2,
+    final_seeds: Annotated[int, typer.Option(help="Runs of each chosen setting.")] = 10,
+    halving: Annotated[
+        int, typer.Option(help="Keep one in so many settings at each rung; 0: run all to the end.")
+    ] = 0,
+    validation: Annotated[
+        float, typer.Option(help="Share of each client's rows that settings are chosen on.")
+    ] = 0.2,
+    sampler: Annotated[
+        str, typer.Option(click_type=click.Choice(["sobol", "tpe"]), help="tpe needs Optuna.")
+    ] = "sobol",
+    seed: Annotated[int, typer.Option(help="Randomness of the settings.")] = 0,
+    baseline: Annotated[str, typer.Option(help="fedavg by default, else the first method.")] = "",
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    preset: Preset = None,
+    data: DataFile = None,
+    target: Column = None,
+    client: ClientColumn = None,
+    task: TaskName = None,
+    model: Network = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    device: Device = None,
+    jobs: Jobs = None,
+    on: Annotated[
+        str,
+        typer.Option(
+            click_type=click.Choice(["here", "ray"]),
+            help="ray: runs are tasks of a Ray cluster that sees the folder.",
+        ),
+    ] = "here",
+    out: Out = None,
+    data_dir: DataDir = None,
+    set_: Settings = None,
+) -> None:
+    """Compare methods, each with settings chosen for it under the same budget.
+
+    Settings are chosen on rows held out from the clients' training data. The chosen ones run with
+    fresh seeds, and only these runs are scored on test rows. fedbasin methods NAME shows what is
+    tuned; an argument that is written in an expression keeps its value.
+
+    Prints a table and a verdict; writes report.html, trials.jsonl, table.jsonl and the chosen
+    settings (chosen/*.toml) into its folder. To resume, give the same command with the same --out.
+    """
+    named = _assignments(set_, rounds=rounds, sim__device=device, task=task, model=model)
+    base = _settings(config, preset, named, _table(data, target, client, task))
+    from fedbasin.cli.tune import tune_and_show
+    from fedbasin.tune import Request, read_over
+
+    request = Request(
+        base=base,
+        methods=tuple(methods),
+        over=read_over(over or []),
+        budget=budget,
+        tuning_seeds=tuning_seeds,
+        final_seeds=final_seeds,
+        halving=halving,
+        validation=validation,
+        sampler=sampler,  # type: ignore[arg-type]
+        seed=seed,
+        baseline=baseline,
+    )
+    tune_and_show(request, _folder(out) or _fresh("tune"), console, data_dir, jobs, on)
+
+
+@app.command()
 def demo(
     seeds: Seeds = "0,1,2",
     reach: ReachOrTarget = None,
@@ -466,7 +543,16 @@ def _say_summary(summary: dict[str, Any], path: Path) -> None:
 
 
 def _read_seeds(text: str) -> list[int]:
+    """Read seeds and ranges of seeds: 0,1,2 or 0..9, both ends included."""
+    seeds: list[int] = []
     try:
-        return [int(part) for part in text.split(",")]
+        for part in text.split(","):
+            first, dots, last = part.partition("..")
+            seeds += range(int(first), int(last) + 1) if dots else [int(first)]
     except ValueError as error:
-        raise ValueError(f"--seeds is {text!r}; write numbers with commas, as in 0,1,2") from error
+        raise ValueError(
+            f"--seeds is {text!r}; write numbers with commas, as in 0,1,2, or a range, as in 0..9"
+        ) from error
+    if not seeds:
+        raise ValueError(f"--seeds is {text!r}, which names no seed; write the smaller one first")
+    return seeds

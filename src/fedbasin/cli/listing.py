@@ -45,7 +45,7 @@ def card_text(name: str) -> str:
     if card.kind != "method":
         return _beside_text(card)
     module = inspect.getdoc(sys.modules[card.make.__module__]) or ""
-    arguments = "\n".join(f"    {line}" for line in _arguments(card)) or "    none"
+    arguments = _indented(_arguments(card)) or "    none"
     return "\n".join(
         [
             f"{card.name}: {card.summary}",
@@ -53,6 +53,8 @@ def card_text(name: str) -> str:
             module,
             "",
             f"arguments (with their defaults)\n{arguments}",
+            "",
+            f"tuned by fedbasin tune\n{_indented(_tunable(card))}",
             "",
             f"paper      {card.paper}  {card.url}",
             f"needs      {', '.join(card.needs) or 'nothing beyond the replies'}",
@@ -178,6 +180,19 @@ def _arguments(card: Card) -> list[str]:
     return [p.name if p.required else f"{p.name} = {text(p.default)}" for p in card.parameters]
 
 
+def _indented(lines: list[str]) -> str:
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _tunable(card: Card) -> list[str]:
+    """Say where each tunable argument may lie, or why there is none."""
+    if isinstance(card.tunable, str):
+        return [card.tunable]
+    if not card.tunable:
+        return ["nothing: its card names no space (tunable=)"]
+    return [f"{name} in {space}" for name, space in card.tunable.items()]
+
+
 def _plain(card: Card) -> dict[str, object]:
     return {
         "name": card.name,
@@ -192,5 +207,8 @@ def _plain(card: Card) -> dict[str, object]:
         else dict(card.is_fedavg_when),
         "models_down": card.down,
         "models_up": card.up,
+        "tunable": card.tunable
+        if isinstance(card.tunable, str)
+        else {name: str(space) for name, space in card.tunable.items()},
         **_facts(card),
     }

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar, get_type_hints
 
+from fedbasin.core.space import Space
+
 Kind = Literal[
     "method",
     "rule",
@@ -59,6 +61,7 @@ class Card:
         exempt: laws of `fedbasin.testing` the method does not obey, each with its reason.
         down: models a client receives in a round (1 for FedAvg).
         up: models a client sends back in a round (1 for FedAvg).
+        tunable: where each argument that is worth tuning may lie, or why there is none.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Card:
     exempt: Mapping[str, str] = field(default_factory=dict)
     down: float = 1.0
     up: float = 1.0
+    tunable: Mapping[str, Space] | str = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -120,6 +124,7 @@ def entry(
     exempt: Mapping[str, str] | None = None,
     down: float = 1.0,
     up: float = 1.0,
+    tunable: Mapping[str, Space] | str | None = None,
 ) -> Callable[[T], T]:
     """Enter a frozen dataclass or a function in the catalogue.
 
@@ -136,7 +141,17 @@ def entry(
                 f"choose another name for {make.__module__}.{make.__qualname__}"
             )
         CATALOGUE[title] = Card(
-            title, kind, make, paper, url, needs, is_fedavg_when or {}, exempt or {}, down, up
+            name=title,
+            kind=kind,
+            make=make,
+            paper=paper,
+            url=url,
+            needs=needs,
+            is_fedavg_when=is_fedavg_when or {},
+            exempt=exempt or {},
+            down=down,
+            up=up,
+            tunable=tunable or {},
         )
         return make
 

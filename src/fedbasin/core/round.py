@@ -364,7 +364,7 @@ def summary_of(
         records: all its rounds.
         seconds: how long it took, over all its starts.
         headline: the metric that it is judged by.
-        status: ``"finished"``, ``"stopped"`` or ``"diverged"``.
+        status: ``"finished"``, ``"paused"``, ``"stopped"`` or ``"diverged"``.
         reason: why it did not finish.
     """
     return {

@@ -87,7 +87,13 @@ def build(
     net.check_draws(transform(population.inputs[:3], None))
     _check_network(experiment, method, net, transform(population.inputs[:2], None), outputs)
     proxy = evaluator_of(rows.splits.proxy) if rows.splits.proxy is not None else None
-    test = evaluator_of(rows.splits.test)
+    scored = rows.held_out if experiment.sim.score_on == "held_out" else rows.splits.test
+    if not len(scored.labels):
+        raise ConfigError(
+            f"partition.hold_out is {experiment.partition.hold_out}, and no client has enough rows "
+            "to hold one out: use a larger share, or fewer clients"
+        )
+    test = evaluator_of(scored)
     trained_on = None
     if experiment.sim.evaluate_train:
         owners = as_tensor(np.repeat(np.arange(len(population)), population.sizes), device)

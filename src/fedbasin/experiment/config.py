@@ -189,6 +189,8 @@ class SimConfig:
             ``"epochs(1)"`` or ``"steps(20, head=True)"``; empty leaves it out.
         baselines: also score models that each client trains alone, and one that is trained on all
             rows in one place. This takes as long as N / C further runs.
+        score_on: the rows that records score: ``"test"``, or ``"held_out"``, those that clients
+            hold out (`partition.hold_out`); settings are then chosen without a look at test rows.
         metrics: further metrics to record, such as ``["macro_f1", "ece"]``.
         checkpoint_every: save every k rounds.
         client_memory: most main memory, in GiB, for what all clients keep between rounds (SCAFFOLD,
@@ -212,6 +214,7 @@ class SimConfig:
     evaluate_clients: int = 0
     personalise: str = ""
     baselines: bool = False
+    score_on: Literal["test", "held_out"] = "test"
     metrics: tuple[str, ...] = _expression((), "metric")
     checkpoint_every: int = 10
     client_memory: float = 2.0
@@ -554,7 +557,21 @@ def _check_ray(experiment: Experiment) -> None:
         )
 
 
-_CHECKS = (_check_expressions, _check_ranges, _check_optimiser, _check_clients, _check_ray)
+def _check_scored_rows(experiment: Experiment) -> None:
+    if experiment.sim.score_on == "held_out" and not experiment.partition.hold_out:
+        raise ConfigError(
+            "sim.score_on is 'held_out', and no rows are held out: set partition.hold_out, as 0.2"
+        )
+
+
+_CHECKS = (
+    _check_expressions,
+    _check_ranges,
+    _check_optimiser,
+    _check_clients,
+    _check_ray,
+    _check_scored_rows,
+)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Experiment:

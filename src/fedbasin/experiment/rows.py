@@ -42,6 +42,11 @@ class Rows:
     unseen: np.ndarray
     corrupted: frozenset[int] = frozenset()
 
+    @property
+    def held_out(self) -> data.Rows:
+        """The rows that clients who take part hold out, each once."""
+        return self.splits.train.take(np.unique(self.held.without(self.unseen).order))
+
 
 def dataset_of(experiment: Experiment, data_dir: Path | None) -> data.Dataset:
     """Return the data of a run: in memory, from a table file, or by its name."""

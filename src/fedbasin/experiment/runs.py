@@ -68,6 +68,7 @@ def run(
     model: nn.Module | Factory | None = None,
     branch: Branch | None = None,
     branching: Collection[int] = (),
+    until: int | None = None,
     on_round: OnRound | None = None,
     log: Sequence[Target] = (),
     root: Path | None = None,
@@ -83,6 +84,7 @@ def run(
         model: a network as an object, in place of what `model` says; likewise.
         branch: another run to take the first rounds from.
         branching: rounds after which a checkpoint is kept for other runs to start from.
+        until: the round to pause after; `resume` goes on from there.
         on_round: called with each round's record.
         log: where else records and summary go: names (tensorboard, mlflow, wandb), `Sink` objects,
             or functions that are called with each round's record.
@@ -105,7 +107,7 @@ def run(
             write_atomically(folder.begun, experiment.to_toml())
             write_atomically(folder.config, experiment.to_toml())
             log_of_run = _log(experiment, folder, sinks, root)
-            return _run(experiment, federation, folder, branching, on_round, log_of_run)
+            return _run(experiment, federation, folder, branching, until, on_round, log_of_run)
 
 
 def _refuse_begun(folder: RunFolder, branch: Branch | None) -> None:
@@ -127,6 +129,7 @@ def resume(
     data: Dataset | None = None,
     model: nn.Module | Factory | None = None,
     branching: Collection[int] = (),
+    until: int | None = None,
     on_round: OnRound | None = None,
     log: Sequence[Target] = (),
     root: Path | None = None,
@@ -140,6 +143,7 @@ def resume(
         model: the network, or the function that makes it, that the run was started with; others
             are refused.
         branching: rounds after which a checkpoint is kept for other runs to start from.
+        until: the round to pause after, as in `run`.
         on_round: called with each round's record.
         log: where else records go, as in `run`.
         root: the folder of the comparison that the run belongs to, as in `run`.
@@ -159,7 +163,7 @@ def resume(
     ):
         _record_objects(experiment, federation, folder)
         log_of_run = _log(experiment, folder, sinks, root)
-        return _run(experiment, federation, folder, branching, on_round, log_of_run)
+        return _run(experiment, federation, folder, branching, until, on_round, log_of_run)
 
 
 def _refuse_edited(folder: RunFolder, experiment: Experiment) -> None:
@@ -180,6 +184,7 @@ def _run(
     federation: Federation,
     folder: RunFolder,
     branching: Collection[int],
+    until: int | None,
     on_round: OnRound | None,
     log: Log,
 ) -> dict[str, Any]:
@@ -190,12 +195,21 @@ def _run(
             folder,
             facts(experiment)
             | {"clients": len(federation.population)}
+            | _scored_rows(experiment, federation)
             | ({"branch": taken} if taken else {}),
             checkpoint_every=experiment.sim.checkpoint_every,
             branching=branching,
+            until=until,
             on_round=on_round,
             log=log,
         )
+
+
+def _scored_rows(experiment: Experiment, federation: Federation) -> dict[str, Any]:
+    """Say on which rows a run was scored, where these are not the test rows."""
+    if experiment.sim.score_on == "test":
+        return {}
+    return {"scored_on": experiment.sim.score_on, "scored_rows": federation.evaluator.size}
 
 
 def _log(
@@ -310,6 +324,7 @@ class Cell:
         branch: another run to take the first rounds from, if the cell has not started.
         branching: rounds after which a checkpoint is kept for other runs to start from.
         root: the folder of the comparison; by default `path`.
+        until: the round to pause after; None runs to the end.
     """
 
     experiment: Experiment
@@ -317,6 +332,13 @@ class Cell:
     branch: Branch | None = None
     branching: tuple[int, ...] = ()
     root: Path | None = None
+    until: int | None = None
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the cell has when it ends."""
+        whole = self.experiment.rounds
+        return whole if self.until is None else min(self.until, whole)
 
     def without_data(self) -> Cell:
         """Return the cell as it is sent to another process, which maps the data from files."""
@@ -362,6 +384,7 @@ def run_cell(
                 data_dir=data_dir,
                 branch=cell.branch,
                 branching=cell.branching,
+                until=cell.until,
                 log=log,
                 root=cell.root,
             )
@@ -371,7 +394,7 @@ def run_cell(
                 f"{cell.path} holds a run with other settings ({_unlike(there, cell.experiment)}); "
                 "choose another folder"
             )
-        if folder.summary.exists() and folder.read_summary().get("status") == "diverged":
+        if folder.summary.exists() and _is_done(folder.read_summary(), cell):
             return folder.read_summary()
         return resume(
             cell.path,
@@ -379,11 +402,19 @@ def run_cell(
             data=cell.experiment.objects.data,
             model=cell.experiment.objects.model,
             branching=cell.branching,
+            until=cell.until,
             log=log,
             root=cell.root,
         )
     except Diverged:
         return folder.read_summary()
+
+
+def _is_done(summary: Mapping[str, Any], cell: Cell) -> bool:
+    """Whether a run has diverged, or is paused where the cell ends or after that."""
+    status = summary.get("status")
+    paused = status == "paused" and cell.until is not None
+    return status == "diverged" or (paused and summary.get("rounds", 0) >= cell.rounds)
 
 
 def _unlike(there: Experiment, asked: Experiment) -> str:
@@ -425,7 +456,7 @@ def run_cells(
         work: Callable[[Cell], dict[str, Any]] = partial(run_cell, data_dir=data_dir, log=log)
         if jobs > 1:
             stored = store_all(experiments, folder)
-            work = partial(_run_in_child, data_dir=data_dir, log=log, stored=stored)
+            work = partial(run_in_child, data_dir=data_dir, log=log, stored=stored)
         for cell, outcome in outcomes(work, layout, jobs, more, folder):
             if on_cell is not None:
                 on_cell(cell, outcome)
@@ -440,7 +471,7 @@ def run_cells(
     return [summaries[cell.path] for cell in layout if cell.path in summaries]
 
 
-def _run_in_child(
+def run_in_child(
     cell: Cell, data_dir: Path | None, log: Sequence[Target], stored: Mapping[str, StoredDataset]
 ) -> dict[str, Any]:
     """Run a cell in a child process; unexpected errors are returned as text."""

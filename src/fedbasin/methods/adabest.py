@@ -26,6 +26,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, LocalRule, Rules, Setting, Start, rescaled
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 
 
@@ -91,6 +92,7 @@ class AdaBestState:
     paper="Varno et al., ECCV 2022",
     url="https://arxiv.org/abs/2204.13170",
     is_fedavg_when={"mu": 0.0, "beta": 0.0},
+    tunable={"mu": Range(0.001, 0.1, "log"), "beta": Range(0.0, 0.95)},
 )
 @dataclass(frozen=True)
 class AdaBest(Averaging):

@@ -33,6 +33,7 @@ from fedbasin.core.method import Averaging
 from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in, normal, uniform
 from fedbasin.core.rule import LocalRule, LossInputs, Rules, Start, SurveyBatch
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.losses import BalancedRows
 from fedbasin.local.step import batch_mean, one_hot
@@ -154,6 +155,7 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     url="https://github.com/sxontheway/BalanceFL",
     needs=("classes", "features"),
     is_fedavg_when="never: rows are drawn with replacement",
+    tunable={"distil": Range(0.1, 10.0, "log"), "temperature": Range(1.0, 8.0, "log")},
 )
 @dataclass(frozen=True)
 class BalanceFL(Averaging):

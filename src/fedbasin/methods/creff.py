@@ -34,6 +34,7 @@ from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, normal, uniform
 from fedbasin.core.rule import Finish, LocalRule, Rules, Start, SurveyBatch
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.batches import epoch_orders
 from fedbasin.local.step import one_hot
@@ -99,6 +100,7 @@ class CReFFState:
         "law_payload_is_what_the_card_says": "heads travel beside the model, which no number of "
         "models expresses; its own test counts the bytes"
     },
+    tunable={"match_lr": Range(0.01, 1.0, "log"), "lr": Range(0.001, 0.1, "log")},
 )
 @dataclass(frozen=True)
 class CReFF(Averaging):

@@ -23,6 +23,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.rule import LocalRule, Rules
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.prox import Prox
 
@@ -39,6 +40,7 @@ class FedACGState:
     paper="Kim et al., CVPR 2024",
     url="https://arxiv.org/abs/2201.03172",
     is_fedavg_when={"momentum": 0.0, "beta": 0.0},
+    tunable={"momentum": Range(0.0, 0.95), "beta": Range(0.001, 1.0, "log")},
 )
 @dataclass(frozen=True)
 class FedACG(Averaging):

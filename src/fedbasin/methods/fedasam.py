@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging
 from fedbasin.core.rule import LocalRule, Rules
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.sharpness import ASAM
 
@@ -27,6 +28,7 @@ from fedbasin.local.sharpness import ASAM
     paper="Caldarola et al., ECCV 2022",
     url="https://arxiv.org/abs/2203.11834",
     is_fedavg_when={"rho": 0.0},
+    tunable={"rho": Range(0.01, 1.0, "log"), "eta": Range(0.01, 1.0, "log")},
 )
 @dataclass(frozen=True)
 class FedASAM(Averaging):

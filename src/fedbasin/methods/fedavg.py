@@ -21,6 +21,7 @@ from fedbasin.core.vectors import Weighting
     "method",
     paper="McMahan et al., AISTATS 2017",
     url="https://arxiv.org/abs/1602.05629",
+    tunable="nothing: it averages, and only the clients' settings matter",
 )
 @dataclass(frozen=True)
 class FedAvg(Averaging):

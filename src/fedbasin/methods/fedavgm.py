@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.space import Range
 from fedbasin.methods.fedavg import FedAvg
 
 
@@ -36,6 +37,7 @@ class FedAvgMState:
     paper="Hsu et al., 2019",
     url="https://arxiv.org/abs/1909.06335",
     is_fedavg_when={"momentum": 0.0, "lr": 1.0},
+    tunable={"lr": Range(0.1, 3.0, "log"), "momentum": Range(0.0, 0.95)},
 )
 @dataclass(frozen=True)
 class FedAvgM(Wrapper):

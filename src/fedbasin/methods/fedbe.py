@@ -38,6 +38,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
 from fedbasin.core.rng import Key, normal
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Layout, weighted_mean
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.refine import (
@@ -57,6 +58,7 @@ _LEAST_VARIANCE = 1e-5
     url="https://arxiv.org/abs/2009.01974",
     needs=("proxy", "classes"),
     is_fedavg_when={"epochs": 0},
+    tunable={"lr": Range(0.0001, 0.1, "log"), "scale": Range(0.01, 1.0, "log")},
 )
 @dataclass(frozen=True)
 class FedBE(Wrapper):

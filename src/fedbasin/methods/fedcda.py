@@ -42,6 +42,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, ReplyError, Served, Wrapper
 from fedbasin.core.protocols import needs_gradients
 from fedbasin.core.rule import Rules, Setting
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.memory import Memory, empty
@@ -66,6 +67,7 @@ class FedCDANotes(NamedTuple):
     paper="Wang et al., ICLR 2024",
     url="https://openreview.net/forum?id=nbPGqeH3lt",
     is_fedavg_when={"warmup": 10**9, "warmup_by": "fedavg", "weighting": "samples"},
+    tunable={"memory": Range(2, 6, whole=True), "warmup": Range(0.0, 0.75)},
 )
 @dataclass(frozen=True)
 class FedCDA(Method):

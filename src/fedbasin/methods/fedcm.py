@@ -33,6 +33,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules, Setting
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, shares
 from fedbasin.methods.parts.client_momentum import (
     ClientMomentum,
@@ -66,6 +67,7 @@ class FedCMNotes(NamedTuple):
     needs=("plain_sgd",),
     is_fedavg_when={"alpha": 1.0, "server_lr": 1.0},
     down=2.0,
+    tunable={"alpha": Range(0.03, 1.0, "log"), "server_lr": Range(0.3, 3.0, "log")},
 )
 @dataclass(frozen=True)
 class FedCM(Averaging):

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.space import Range
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.refine import (
     Optimiser,
@@ -44,6 +45,7 @@ from fedbasin.methods.parts.refine import (
     url="https://arxiv.org/abs/2006.07242",
     needs=("proxy", "classes"),
     is_fedavg_when={"epochs": 0},
+    tunable={"lr": Range(1e-5, 0.01, "log")},
 )
 @dataclass(frozen=True)
 class FedDF(Wrapper):

@@ -30,6 +30,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.methods.parts.duals import Duals, MeanClientSize, mean_drift
 
@@ -53,6 +54,7 @@ class FedDynNotes(NamedTuple):
     paper="Acar et al., ICLR 2021",
     url="https://arxiv.org/abs/2111.04263",
     is_fedavg_when="never: its first round has the proximal pull, and alpha = 0 has no server step",
+    tunable={"alpha": Range(0.001, 1.0, "log")},
 )
 @dataclass(frozen=True)
 class FedDyn(Averaging):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import shares
 from fedbasin.methods.fedavg import FedAvg
 
@@ -47,6 +48,7 @@ class FedExPNotes(NamedTuple):
     paper="Jhunjhunwala et al., ICLR 2023",
     url="https://arxiv.org/abs/2301.09604",
     is_fedavg_when={"eps": float("inf"), "average": False},
+    tunable={"eps": Range(1e-5, 0.1, "log")},
 )
 @dataclass(frozen=True)
 class FedExP(Wrapper):

@@ -32,6 +32,7 @@ from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import normal
 from fedbasin.core.rule import Finish, LocalRule, LossInputs, Rules, Start
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.step import one_hot
 from fedbasin.methods.parts.descent import Adam
@@ -163,6 +164,7 @@ class FedFAState:
         "law_payload_is_what_the_card_says": "anchors of C x d numbers travel both ways, which no "
         "number of models expresses; its own test counts the bytes"
     },
+    tunable={"pull": Range(0.01, 1.0, "log"), "head_lr": Range(0.0001, 0.1, "log")},
 )
 @dataclass(frozen=True)
 class FedFA(Averaging):

@@ -34,6 +34,7 @@ from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rng import Key, fold_in, uniform
 from fedbasin.core.rule import Finish, LocalRule, LossInputs, Rules, Start
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.step import batch_mean
 from fedbasin.methods.parts.descent import Adam
@@ -191,6 +192,7 @@ class FedGENNotes(NamedTuple):
         "law_payload_is_what_the_card_says": "a generator travels beside the model, which no "
         "number of models expresses; its own test counts the bytes"
     },
+    tunable={"alpha": Range(0.1, 100.0, "log"), "beta": Range(0.1, 100.0, "log")},
 )
 @dataclass(frozen=True)
 class FedGEN(Averaging):

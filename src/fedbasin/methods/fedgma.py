@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.methods.fedavg import FedAvg
 
@@ -41,6 +42,7 @@ class FedGMANotes(NamedTuple):
     paper="Tenison et al., TMLR 2023",
     url="https://arxiv.org/abs/2201.11986",
     is_fedavg_when={"threshold": 0.0, "lr": 1.0},
+    tunable={"threshold": Range(0.0, 1.0), "lr": Range(0.3, 3.0, "log")},
 )
 @dataclass(frozen=True)
 class FedGMA(Wrapper):

@@ -33,6 +33,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, LocalRule, LossInputs, Rules, Start
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.step import one_hot
 from fedbasin.methods.parts.heads import Head
@@ -141,6 +142,7 @@ class FedGraBState:
     url="https://arxiv.org/abs/2310.07587",
     needs=("classes",),
     is_fedavg_when="never: every class has a sigmoid of its own instead of one softmax",
+    tunable={"kp": Range(1.0, 100.0, "log"), "ki": Range(0.001, 0.1, "log")},
 )
 @dataclass(frozen=True)
 class FedGraB(Averaging):

@@ -43,6 +43,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Proxy, Replies, Served
 from fedbasin.core.rng import Key
 from fedbasin.core.rule import Rules
+from fedbasin.core.space import Options, Range
 from fedbasin.core.vectors import Weighting, shares
 from fedbasin.local.batches import proxy_batches
 from fedbasin.methods.parts.descent import Adam
@@ -85,6 +86,7 @@ class Notes(NamedTuple):
     url="https://arxiv.org/abs/2302.10911",
     needs=("proxy",),
     is_fedavg_when={"epochs": 0, "gamma": 1.0, "server_lr": 1.0},
+    tunable={"lr": Range(0.001, 0.1, "log"), "learn": Options("both", "gamma", "lambda")},
 )
 @dataclass(frozen=True)
 class FedLAW(Method):

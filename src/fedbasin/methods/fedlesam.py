@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging
 from fedbasin.core.rule import LocalRule, Rules
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.sharpness import LESAM
 
@@ -30,6 +31,7 @@ from fedbasin.local.sharpness import LESAM
     paper="Fan et al., ICML 2024",
     url="https://arxiv.org/abs/2405.18890",
     is_fedavg_when={"rho": 0.0},
+    tunable={"rho": Range(0.01, 1.0, "log")},
 )
 @dataclass(frozen=True)
 class FedLESAM(Averaging):

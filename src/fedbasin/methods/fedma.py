@@ -46,6 +46,7 @@ from fedbasin.core.permutations import (
     tensor_of,
 )
 from fedbasin.core.rule import Setting
+from fedbasin.core.space import Options
 from fedbasin.core.vectors import Layout
 from fedbasin.methods.fedavg import FedAvg
 
@@ -61,6 +62,7 @@ from fedbasin.methods.fedavg import FedAvg
         "law_differs_by_default": "clients that start from one model keep its order of neurons, "
         "on the toy federation all of them"
     },
+    tunable={"reference": Options("server", "client")},
 )
 @dataclass(frozen=True)
 class FedMA(Wrapper):

@@ -48,6 +48,7 @@ class FedNovaNotes(NamedTuple):
     url="https://arxiv.org/abs/2007.07481",
     needs=("plain_sgd",),
     is_fedavg_when="never: only while all clients of a cohort do the same amount of work",
+    tunable="nothing: steps are counted, and only the clients' settings matter",
 )
 @dataclass(frozen=True)
 class FedNova(Method):

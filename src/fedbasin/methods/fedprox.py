@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging
 from fedbasin.core.rule import LocalRule, Rules
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.prox import Prox
 
@@ -24,6 +25,7 @@ from fedbasin.local.prox import Prox
     paper="Li et al., MLSys 2020",
     url="https://arxiv.org/abs/1812.06127",
     is_fedavg_when={"mu": 0.0},
+    tunable={"mu": Range(0.0001, 1.0, "log")},
 )
 @dataclass(frozen=True)
 class FedProx(Averaging):

@@ -33,6 +33,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Rules, Start
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.sharpness import check_radius, of_length
 from fedbasin.methods.parts.duals import Duals, mean_drift
@@ -106,6 +107,7 @@ class FedSMOOState:
     is_fedavg_when="never: its first round has the proximal pull",
     down=2.0,
     up=2.0,
+    tunable={"rho": Range(0.01, 1.0, "log"), "beta": Range(1.0, 100.0, "log")},
 )
 @dataclass(frozen=True)
 class FedSMOO(Averaging):

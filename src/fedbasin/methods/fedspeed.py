@@ -28,6 +28,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.sharpness import SAM
 from fedbasin.methods.parts.duals import Duals, mean_drift
@@ -45,6 +46,7 @@ class FedSpeedState:
     paper="Sun et al., ICLR 2023",
     url="https://arxiv.org/abs/2302.10429",
     is_fedavg_when="never: its first round has the proximal pull",
+    tunable={"rho": Range(0.01, 1.0, "log"), "lam": Range(1.0, 100.0, "log")},
 )
 @dataclass(frozen=True)
 class FedSpeed(Averaging):

@@ -48,6 +48,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.protocols import ScoresCounts
 from fedbasin.core.rule import LocalRule, Rules, Setting
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.batches import count_steps
 from fedbasin.methods.parts.client_momentum import (
@@ -164,6 +165,7 @@ class FedWCMNotes(NamedTuple):
     needs=("class_counts", "plain_sgd"),
     is_fedavg_when=dict(tau=inf, momentum="fixed", alpha=1.0, unequal=False, server_lr=1.0),
     down=2.0,
+    tunable={"alpha": Range(0.03, 1.0, "log"), "server_lr": Range(0.3, 3.0, "log")},
 )
 @dataclass(frozen=True)
 class FedWCM(ScoresCounts, Method):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Method
+from fedbasin.core.space import Range
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.moments import AdaptiveServer, First, check_memory
 
@@ -31,6 +32,7 @@ from fedbasin.methods.parts.moments import AdaptiveServer, First, check_memory
     paper="Reddi et al., ICLR 2021",
     url="https://arxiv.org/abs/2003.00295",
     is_fedavg_when={"lr": 1e12, "beta1": 0.0, "tau": 1e12, "first": "zero"},
+    tunable={"lr": Range(0.001, 1.0, "log"), "tau": Range(0.0001, 0.1, "log")},
 )
 @dataclass(frozen=True)
 class FedYogi(AdaptiveServer):

@@ -48,6 +48,7 @@ from fedbasin.core.permutations import (
     tensor_of,
 )
 from fedbasin.core.rule import Setting
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Layout
 from fedbasin.methods.fedavg import FedAvg
 
@@ -59,6 +60,7 @@ from fedbasin.methods.fedavg import FedAvg
     url="https://proceedings.mlr.press/v162/liu22k.html",
     needs=("permutations",),
     is_fedavg_when={"sweeps": 0},
+    tunable={"tau": Range(0.01, 0.5, "log")},
 )
 @dataclass(frozen=True)
 class GAMF(Wrapper):

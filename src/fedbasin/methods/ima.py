@@ -38,6 +38,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.protocols import StartsLate, shared_prefix, state_from_prefix
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.trajectory import Storage, Window, empty, mean, push
@@ -59,6 +60,7 @@ class Windows:
     paper="Zhou et al., IEEE TMC 2024",
     url="https://arxiv.org/abs/2305.07845",
     is_fedavg_when={"window": 1, "decay": "none"},
+    tunable={"window": Range(2, 20, "log", whole=True), "start": Range(0.25, 0.9)},
 )
 @dataclass(frozen=True)
 class IMA(StartsLate, Wrapper):

@@ -22,6 +22,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.rule import Rules
+from fedbasin.core.space import Options
 from fedbasin.core.vectors import Layout, Weighting, shares
 
 
@@ -38,6 +39,7 @@ class LDAWANotes(NamedTuple):
     paper="Rehman et al., ICCV 2023",
     url="https://arxiv.org/abs/2307.07393",
     is_fedavg_when="never: only if no client turns any layer",
+    tunable={"clamp": Options(False, True)},
 )
 @dataclass(frozen=True)
 class LDAWA(Method):

@@ -32,6 +32,7 @@ from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.protocols import NeedsGradients
 from fedbasin.core.rule import Gradient, LocalRule, Rules, Setting, Start
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.step import other_loss
 from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
@@ -87,6 +88,7 @@ class MimeNotes(NamedTuple):
     is_fedavg_when="never: every step is recentred on the cohort's gradient",
     down=3.0,
     up=2.0,
+    tunable={"momentum": Range(0.0, 0.95), "server_lr": Range(0.3, 3.0, "log")},
 )
 @dataclass(frozen=True)
 class Mime(NeedsGradients, Averaging):

@@ -27,6 +27,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import Finish, LocalRule, Rules, Setting, Start, SurveyBatch
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.step import other_loss, summed_gradient
 from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
@@ -74,6 +75,7 @@ class MimeLiteNotes(NamedTuple):
     is_fedavg_when={"momentum": 0.0, "server_lr": 1.0},
     down=2.0,
     up=2.0,
+    tunable={"momentum": Range(0.0, 0.95), "server_lr": Range(0.3, 3.0, "log")},
 )
 @dataclass(frozen=True)
 class MimeLite(Averaging):

@@ -23,6 +23,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules, Setting
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, shares
 from fedbasin.local.sharpness import SAM
 from fedbasin.methods.parts.client_momentum import (
@@ -53,6 +54,7 @@ class MoFedSAMNotes(NamedTuple):
     needs=("plain_sgd",),
     is_fedavg_when={"rho": 0.0, "alpha": 1.0, "server_lr": 1.0},
     down=2.0,
+    tunable={"rho": Range(0.01, 1.0, "log"), "alpha": Range(0.03, 1.0, "log")},
 )
 @dataclass(frozen=True)
 class MoFedSAM(Averaging):

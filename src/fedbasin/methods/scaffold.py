@@ -38,6 +38,7 @@ from fedbasin.core.rule import (
     SurveyBatch,
     rescaled,
 )
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, weighted_mean
 from fedbasin.local.step import other_loss, summed_gradient
 
@@ -128,6 +129,7 @@ class ScaffoldState:
     is_fedavg_when="never: only its first round is (uniform) FedAvg, while all variates are zero",
     down=2.0,
     up=2.0,
+    tunable={"server_lr": Range(0.3, 3.0, "log")},
 )
 @dataclass(frozen=True)
 class Scaffold(Averaging):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.space import Range
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.refine import Optimiser, Refinement, shifted
 
@@ -31,6 +32,7 @@ from fedbasin.methods.parts.refine import Optimiser, Refinement, shifted
     url="https://arxiv.org/abs/2302.10911",
     needs=("proxy",),
     is_fedavg_when={"epochs": 0},
+    tunable={"lr": Range(1e-5, 0.01, "log"), "epochs": Range(1, 10, "log", whole=True)},
 )
 @dataclass(frozen=True)
 class ServerFT(Wrapper):

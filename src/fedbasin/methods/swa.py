@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapper
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.trajectory import RunningMean
@@ -46,6 +47,7 @@ class Means:
     paper="Caldarola et al., ECCV 2022",
     url="https://arxiv.org/abs/2203.11834",
     is_fedavg_when={"start": 1.0},
+    tunable={"start": Range(0.25, 0.9), "cycle": Range(1, 20, "log", whole=True)},
 )
 @dataclass(frozen=True)
 class SWA(Wrapper):

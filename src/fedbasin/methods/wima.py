@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Part
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.trajectory import Storage, Window, empty, mean, push
@@ -36,6 +37,7 @@ from fedbasin.methods.parts.trajectory import Storage, Window, empty, mean, push
     paper="Caldarola et al., ICCV Workshops 2023",
     url="https://arxiv.org/abs/2310.01366",
     is_fedavg_when={"window": 1, "stride": 1},
+    tunable={"window": Range(2, 100, "log", whole=True)},
 )
 @dataclass(frozen=True)
 class WIMA(Wrapper):

@@ -23,6 +23,7 @@ from fedbasin.report.reproduce import recipes
 from fedbasin.report.runs import Run, headline_of_runs, shared_facts, telling_settings, title_of
 from fedbasin.report.served import say_gains, served_lines
 from fedbasin.report.table import Row, by_label, cells, differences, summarise
+from fedbasin.report.verdict import verdict
 
 _SCRIPTS = ("d3-7.9.0.min.js", "plot-0.6.17.umd.min.js", "page.js")
 _MADE_WITH = ("python", "device", "executor", "commit")
@@ -58,7 +59,12 @@ class Found:
 
 
 def write_page(
-    runs: Sequence[Run], path: Path, *, target: float | None = None, baseline: str = "fedavg"
+    runs: Sequence[Run],
+    path: Path,
+    *,
+    target: float | None = None,
+    baseline: str = "fedavg",
+    tuning: Analysis | None = None,
 ) -> Path:
     """Write the report of some runs.
 
@@ -67,18 +73,26 @@ def write_page(
         path: the page.
         target: value of the headline for the column "rounds to target"; None is 0.8 for accuracy.
         baseline: the method the others are compared with.
+        tuning: how the settings of the runs were chosen, where they were.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render(runs, target=target, baseline=baseline))
+    write_atomically(path, render(runs, target=target, baseline=baseline, tuning=tuning))
     return path
 
 
-def render(runs: Sequence[Run], *, target: float | None, baseline: str) -> str:
+def render(
+    runs: Sequence[Run],
+    *,
+    target: float | None,
+    baseline: str,
+    tuning: Analysis | None = None,
+) -> str:
     """Return the page; every text from a run folder is escaped by the template engine."""
     headline = headline_of_runs(runs)
     target = headline.usual_target if target is None else target
     lines = _lines(runs, target, baseline)
-    analyses = _analyses(runs)
+    tuned = [] if tuning is None else [Found("all methods", tuning)]
+    analyses = [*tuned, *_analyses(runs)]
     scripts = [_asset(name) for name in _SCRIPTS]
     environment = jinja2.Environment(
         autoescape=True,
@@ -109,6 +123,8 @@ def render(runs: Sequence[Run], *, target: float | None, baseline: str) -> str:
         pairs=pairs,
         ratio=least_ratio(pairs[0]) if pairs and pairs[0] > 1 else None,
         analyses=analyses,
+        tuned=len(tuned),
+        verdict=verdict(runs, baseline),
         differing=differing,
         settings=_settings(runs, differing),
         environment=_environment(runs),
@@ -162,8 +178,8 @@ def _lines(runs: Sequence[Run], target: float | None, baseline: str) -> list[Lin
                 row=row,
                 score=score,
                 rounds=rounds,
-                difference=_say_difference(gap, headline),
-                p="" if gap is None or gap.p is None else _say_p(gap.p),
+                difference=say_difference(gap, headline),
+                p="" if gap is None or gap.holm is None else say_p(gap.holm),
                 better="" if gap is None else f"{gap.better} of {gap.pairs}",
                 moved=say_bytes(row.bytes_moved),
                 colour=COLOURS[number % len(COLOURS)],
@@ -173,7 +189,8 @@ def _lines(runs: Sequence[Run], target: float | None, baseline: str) -> list[Lin
     return lines
 
 
-def _say_difference(gap: Difference | None, headline: Headline) -> str:
+def say_difference(gap: Difference | None, headline: Headline) -> str:
+    """Write a difference in the headline's unit, with its 95 % interval."""
     if gap is None:
         return ""
     digits = headline.digits
@@ -184,7 +201,8 @@ def _say_difference(gap: Difference | None, headline: Headline) -> str:
     return said.replace("-", "\N{MINUS SIGN}")
 
 
-def _say_p(p: float) -> str:
+def say_p(p: float) -> str:
+    """Write a p-value with as many digits as matter."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 

@@ -24,6 +24,7 @@ class Difference:
     low: float | None = None  # 95 % confidence interval of the mean
     high: float | None = None
     p: float | None = None  # two-sided paired t-test; None where it says nothing
+    holm: float | None = None  # p corrected for the other tests of the same table
 
 
 def least_ratio(pairs: int) -> float:
@@ -31,6 +32,24 @@ def least_ratio(pairs: int) -> float:
     from scipy import stats
 
     return float(stats.t.ppf(0.975, pairs - 1)) / math.sqrt(pairs)
+
+
+def corrected(gaps: Mapping[str, Difference | None]) -> dict[str, Difference | None]:
+    """Correct the p-values of several tests by Holm's method.
+
+    The i-th smallest of m p-values is multiplied by m - i + 1, and made no smaller than the one
+    before. If p < 0.05 is called a difference, the chance of any false one is at most 5 %.
+    """
+    tested = {name: gap.p for name, gap in gaps.items() if gap is not None and gap.p is not None}
+    least = 0.0
+    adjusted: dict[str, float] = {}
+    for place, name in enumerate(sorted(tested, key=lambda name: tested[name])):
+        least = max(least, min(1.0, (len(tested) - place) * tested[name]))
+        adjusted[name] = least
+    return {
+        name: None if gap is None else replace(gap, holm=adjusted.get(name))
+        for name, gap in gaps.items()
+    }
 
 
 def paired_difference(

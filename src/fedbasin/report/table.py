@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from fedbasin.core.record import Headline, mean_of_last, rounds_to_target
-from fedbasin.report.paired import Difference, paired_difference
+from fedbasin.report.paired import Difference, corrected, paired_difference
 from fedbasin.report.runs import Run, headline_of_runs
 
 
@@ -69,11 +69,12 @@ def differences(runs: Sequence[Run], baseline: str) -> dict[str, Difference | No
     """Compare every method with the baseline, seed by seed, without runs that can go on.
 
     Where the baseline ran with several settings, a method is compared with the one that
-    shares its own; None where there is no such run, or no common seed.
+    shares its own; None where there is no such run, or no common seed. P-values are also given
+    corrected for the number of methods.
     """
     groups = by_label(runs)
     headline = headline_of_runs(runs)
-    found = {}
+    found: dict[str, Difference | None] = {}
     for label, members in groups.items():
         partners = {name: others for name, others in groups.items() if others[0].method == baseline}
         if len(partners) > 1:
@@ -88,7 +89,25 @@ def differences(runs: Sequence[Run], baseline: str) -> dict[str, Difference | No
             )
         else:
             found[label] = None
-    return found
+    return corrected(found)
+
+
+def mean_ranks(runs: Sequence[Run]) -> dict[str, float]:
+    """Return each method's mean rank over the seeds that all methods ran with; 1 is best.
+
+    Methods of equal score share the mean of their ranks. Empty without a common seed.
+    """
+    from scipy import stats  # slow to import, and needed only here
+
+    headline = headline_of_runs(runs)
+    scores = {label: _scores(members, headline) for label, members in by_label(runs).items()}
+    common = sorted(set.intersection(*(set(own) for own in scores.values()))) if scores else []
+    if not common:
+        return {}
+    sign = -1 if headline.higher_is_better else 1
+    table = [[sign * own[seed] for seed in common] for own in scores.values()]
+    ranks = stats.rankdata(table, axis=0).mean(1)
+    return dict(zip(scores, ranks.tolist(), strict=True))
 
 
 def _score(run: Run, headline: Headline) -> float | None:

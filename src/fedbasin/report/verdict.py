@@ -1,18 +1,26 @@
-"""One sentence about a comparison: which method is best, and whether the seeds can tell."""
+"""The sentence under a table: which method is best, and whether the seeds can tell."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from fedbasin.core.record import Headline
+from fedbasin.report.paired import Difference
 from fedbasin.report.runs import Run, headline_of_runs
-from fedbasin.report.table import differences, summarise
+from fedbasin.report.table import Row, differences, summarise
+
+_MOST_NAMED = 4  # methods that a sentence lists; others are counted
 
 
-def verdict(runs: Sequence[Run]) -> str:
-    """Say which method has the best mean, by how much, and if that is more than chance.
+def verdict(runs: Sequence[Run], baseline: str | None = None) -> str:
+    """Say which method has the best mean, by how much, and which are not shown to be worse.
 
-    The second best is compared with it seed by seed (paired t-test).
+    Every other method is compared with the best one seed by seed (paired t-test), and the p-values
+    are corrected for the number of methods (Holm).
+
+    Args:
+        runs: the runs.
+        baseline: the method that the lead is given over; by default fedavg, else the first one.
     """
     headline = headline_of_runs(runs)
     rows = [row for row in summarise(runs, None) if row.score is not None]
@@ -22,28 +30,56 @@ def verdict(runs: Sequence[Run]) -> str:
     ordered = sorted(rows, key=lambda row: sign * (row.score or 0.0))
     best = ordered[0]
     mean = f"{headline.shown(best.score)}{_unit(headline)}"
-    word = "Highest" if headline.higher_is_better else "Lowest"
     if len(ordered) == 1:
         return f"{best.method}: mean {headline.name} {mean}{_over(best.seeds)}."
-    second = ordered[1]
-    start = f"{word} mean {headline.name}: {best.method}, {mean}"
     method_of_best = next(run.method for run in runs if run.label == best.method)
-    gap = differences(runs, method_of_best).get(second.method)
-    if gap is None or gap.p is None:
-        return (
-            f"{start}; next is {second.method}, {headline.shown(second.score)}{_unit(headline)}. "
-            f"{_cannot_tell(best.seeds)}"
-        )
-    ahead = headline.shown(abs(gap.mean))
-    if gap.p < 0.05:
-        return (
-            f"{start}, which is {ahead}{_unit(headline)} ahead of {second.method} "
-            f"(p = {gap.p:.2g}, {gap.pairs} seeds)."
-        )
-    return (
-        f"{start}. {gap.pairs} seeds cannot tell it from {second.method}, {ahead}"
-        f"{_unit(headline)} behind (p = {gap.p:.2g})."
-    )
+    gaps = differences(runs, method_of_best)
+    start = f"{best.method} is best"
+    reference = _reference(runs, ordered, baseline)
+    gap = gaps.get(reference.method)
+    if reference is best or gap is None:
+        lead = f": mean {headline.name} {mean}{_over(best.seeds)}"
+    else:
+        lead = f": {_lead(gap, headline)} over {reference.method}{_seeds(gap.pairs)}"
+    if best.seeds == 1:
+        return f"{start}{lead}. One seed cannot tell luck from merit: give it 5."
+    return f"{start}{lead}; {_told_apart([row.method for row in ordered[1:]], gaps)}."
+
+
+def _reference(runs: Sequence[Run], ordered: Sequence[Row], baseline: str | None) -> Row:
+    """Return the method that the lead is given over."""
+    labels = [run.label for run in runs if run.method == (baseline or "fedavg")]
+    wanted = labels[0] if labels else runs[0].label
+    return next((row for row in ordered if row.method == wanted), ordered[0])
+
+
+def _lead(gap: Difference, headline: Headline) -> str:
+    """Write how far the best is ahead; `gap` is of the other method against the best."""
+    digits = headline.digits
+    scale = headline.scale
+    said = f"{-scale * gap.mean:+.{digits}f}"
+    unit = " points" if headline.unit == "%" else _unit(headline)
+    if gap.low is None or gap.high is None:
+        return f"{said}{unit}"
+    return f"{said}{unit} [{-scale * gap.high:.{digits}f}, {-scale * gap.low:.{digits}f}]"
+
+
+def _told_apart(others: Sequence[str], gaps: dict[str, Difference | None]) -> str:
+    """Say which of the other methods are not shown to be worse than the best."""
+    close = []
+    for method in others:
+        gap = gaps.get(method)
+        if gap is None or gap.holm is None or gap.holm >= 0.05:
+            close.append(method)
+    if not close:
+        return "all others are worse (p < 0.05 after Holm's correction)"
+    if len(close) == len(others) > 1:
+        return "the seeds cannot tell any other method apart from it"
+    named = close[:_MOST_NAMED]
+    if len(close) > _MOST_NAMED:
+        named.append(f"{len(close) - _MOST_NAMED} others")
+    listed = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+    return f"{listed} cannot be told apart from it"
 
 
 def _unit(headline: Headline) -> str:
@@ -54,7 +90,5 @@ def _over(seeds: int) -> str:
     return f" over {seeds} seeds" if seeds > 1 else ""
 
 
-def _cannot_tell(seeds: int) -> str:
-    if seeds == 1:
-        return "One seed cannot tell luck from merit: give it 5."
-    return f"{seeds} seeds give no test here."
+def _seeds(pairs: int) -> str:
+    return f", {pairs} seeds" if pairs > 1 else ""

@@ -148,7 +148,7 @@ class RayExecutor(Executor):
         self._joined = not ray.is_initialized()  # else the cluster is the caller's to leave
         try:
             if self._joined:
-                _join(address, workers)
+                join(address, workers)
             self._cluster = ray.get_runtime_context().gcs_address
             count, gpus = room(ray.cluster_resources(), workers, trainer.net.device.type == "cuda")
             self._actor = ray.remote(Worker).options(num_cpus=1, num_gpus=gpus, max_restarts=0)
@@ -316,7 +316,7 @@ def shared_tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
 
-def _join(address: str, workers: int) -> None:
+def join(address: str, workers: int) -> None:
     """Start Ray on this machine, or join the cluster at an address."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing is reported to anyone
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's default to come

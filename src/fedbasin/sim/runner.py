@@ -48,6 +48,7 @@ def run(
     *,
     checkpoint_every: int = 10,
     branching: Collection[int] = (),
+    until: int | None = None,
     on_round: OnRound | None = None,
     log: Log | None = None,
 ) -> dict[str, Any]:
@@ -59,6 +60,8 @@ def run(
         facts: what the summary says beside the measured numbers.
         checkpoint_every: save after every k rounds, and at the end.
         branching: rounds after which a checkpoint is saved for other runs to start from.
+        until: the round to pause after, with a checkpoint; a run that is there already is not
+            changed. None runs to the end.
         on_round: called with each round's record; the run ends early where it returns True.
         log: where else records and summary go. If it fails, a checkpoint is saved before the error
             is raised.
@@ -73,13 +76,14 @@ def run(
     began = time.perf_counter()
     status = "finished"
     reason = None
+    end = federation.rounds if until is None else min(until, federation.rounds)
 
     def seconds() -> float:
         return spent + time.perf_counter() - began
 
     with _stop_after_round() as stopping:
         try:
-            for after, record in federation.rounds_from(server, states):
+            for after, record in _rounds(federation, server, states, end):
                 server = after
                 folder.append(record)
                 records.append(record)
@@ -87,7 +91,7 @@ def run(
                 failed = log.record(record)
                 if record.round in branching:
                     _save_branching(folder, Checkpoint(server, states.kept(), seconds()))
-                last = ends or record.round == federation.rounds
+                last = ends or record.round == end
                 if last or stopping() or failed or record.round % checkpoint_every == 0:
                     _write_clients(federation, records, folder)
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
@@ -106,6 +110,9 @@ def run(
         except Diverged as error:
             status = "diverged"
             reason = str(error)
+        if status == "finished" and reason is None and end < federation.rounds:
+            status = "paused"
+            reason = f"paused after round {end}"
         summary = (
             facts | summary_of(records, seconds(), federation.headline, status, reason) | _peaks()
         )
@@ -123,6 +130,18 @@ def _write_clients(federation: Federation, records: list[RoundRecord], folder: R
     table = federation.client_table(records)
     if table is not None:
         write_atomically(folder.client_table, table.to_csv())
+
+
+def _rounds(
+    federation: Federation, server: Server, states: ClientStates, end: int
+) -> Iterator[tuple[Server, RoundRecord]]:
+    """Yield the rounds up to `end`; none where the server is there already."""
+    if server.round >= end:
+        return
+    for after, record in federation.rounds_from(server, states):
+        yield after, record
+        if record.round >= end:
+            return
 
 
 def _raise_unfinished(status: str, reason: str | None, folder: RunFolder) -> None:
