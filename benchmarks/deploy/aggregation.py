@@ -60,6 +60,7 @@ def prepared():
 def ours(replies: int) -> dict[str, float]:
     """Average `replies` messages one after another with fedbasin."""
     from fedbasin.core.method import Plan
+    from fedbasin.deploy.bounds import Bounds, reply_bytes
     from fedbasin.deploy.replies import Collector
     from fedbasin.deploy.wire import Codec
     from fedbasin.methods import FedAvg
@@ -69,11 +70,12 @@ def ours(replies: int) -> dict[str, float]:
     server, _ = codec.read(arrays)
     Path("/proc/self/clear_refs").write_text("5")
     before, spent = resident("VmRSS"), 0.0
-    collector = Collector(codec, 0, Plan(0.1), stream="samples")
+    bounds = Bounds(Plan(0.1), most_bytes=reply_bytes(codec.model_bytes, 0))
+    collector = Collector(codec, 0, bounds, stream="samples")
     for number in range(replies):
         arrived = [reply(arrays, number)]
         began = time.process_time()
-        collector.take(number, number, arrived.pop())
+        collector.take(number, number, arrived.pop(), 100 + number)
         spent += time.process_time() - began
     began = time.process_time()
     collected = collector.finish(server)

@@ -1,11 +1,12 @@
-import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from fedbasin.core import lock
-from fedbasin.core.lock import Busy, alone_in
+from fedbasin.core.lock import Busy, alone_in, waiting_for
 
 HOLD = """
 import sys
@@ -25,7 +26,10 @@ def test_a_folder_is_held_by_one_process_until_that_is_killed(tmp_path):
         text=True,
     )
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(Busy, match=f"another process is running {tmp_path}"), alone_in(tmp_path):
+    with (
+        pytest.raises(Busy, match=rf"another process \(id {holder.pid}\) is running {tmp_path}"),
+        alone_in(tmp_path),
+    ):
         pass
     holder.kill()
     holder.communicate()
@@ -37,32 +41,30 @@ def test_a_folder_is_held_by_one_process_until_that_is_killed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_file_that_its_holder_took_away_is_nobodys(tmp_path, monkeypatch):
-    """Between opening and locking, the holder before may remove the file that was opened."""
-    taken, path = lock.take, tmp_path / "run.lock"
-    handles = []
+def test_two_that_wait_for_a_lock_come_one_after_the_other(tmp_path):
+    inside = []
+    most = []
 
-    def late(handle, *, patient):
-        handles.append(handle)
-        if len(handles) == 1:
-            path.unlink()
-        taken(handle, patient=patient)
+    def work():
+        with waiting_for(tmp_path / "file.lock"):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.05)
+            inside.pop()
 
-    monkeypatch.setattr(lock, "take", late)
-    with alone_in(tmp_path):
-        assert len(handles) == 2
-        with pytest.raises(Busy), alone_in(tmp_path):
-            pass
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1]
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("without", ["module", "support"])
-def test_where_there_are_no_locks_work_goes_on(without, tmp_path, monkeypatch):
-    def refuse(handle, operation):
-        raise OSError(os.strerror(38))
+def test_where_there_are_no_locks_work_goes_on(tmp_path, monkeypatch):
+    def refuse(self, *_, **__):
+        raise OSError(95, "Operation not supported")
 
-    if without == "module":
-        monkeypatch.setattr(lock, "fcntl", None)
-    else:
-        monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(lock.FileLock, "acquire", refuse)
     with alone_in(tmp_path), alone_in(tmp_path):
         pass

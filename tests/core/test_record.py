@@ -51,7 +51,7 @@ def test_a_line_cut_short_is_left_out_and_resuming_drops_later_rounds(tmp_path):
 def test_missing_or_broken_lines_are_named(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.keep_rounds(0) == []
-    folder.append(record(1))
+    folder.append(record(2))
     with pytest.raises(RecordError, match="rounds 1 to 2"):
         folder.keep_rounds(2)
     folder.rounds.write_text('{"round": 1}\n[]\n')

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
@@ -70,7 +71,11 @@ class LocalGrid(Grid):
         raise NotImplementedError
 
     def get_nodes(self):
-        raise NotImplementedError
+        return [NodeInfo(node_id=n, public_key=self.key(n)) for n in self.get_node_ids()]
+
+    def key(self, node: int) -> bytes:
+        """The public key of a node, as the SuperLink knows it."""
+        return f"key of node {node}".encode()
 
     def get_node_ids(self):
         return list(self.contexts)

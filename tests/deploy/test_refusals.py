@@ -146,7 +146,8 @@ def test_a_reply_that_bears_another_address_counts_for_nobody(forge, caplog):
     torch.testing.assert_close(strategy._server.send, expected.send, rtol=1e-9, atol=1e-11)
     assert [r.replies for r in strategy.journal.records] == [5, 5]
     assert [r.dropped for r in strategy.journal.records] == [1, 1]
-    words = f"no reply from client {CULPRIT}", "its reply bears the address of another"
+    assert [r.refused for r in strategy.journal.records] == [1, 1]
+    words = f"reply of client {CULPRIT}", "its reply bears the address of another"
     assert any(all(w in r.getMessage() for w in words) for r in caplog.records)
 
 
@@ -384,7 +385,7 @@ def test_far_updates_are_found_by_their_norm(action):
     moves[CULPRIT] *= 100
     moves[4] *= 40
     replies = replies_of(torch.from_numpy(start + moves), weights=[1, 2, 3, 4, 5, 6])
-    found, named = guarded(replies, torch.from_numpy(start), Guard(3.0, action))
+    found, named, _ = guarded(replies, torch.from_numpy(start), Guard(3.0, action))
     norms = np.linalg.norm(moves, axis=1)
     limit = 3.0 * np.sort(norms)[2]  # the lower median of six
     far = norms > limit
@@ -399,7 +400,7 @@ def test_far_updates_are_found_by_their_norm(action):
 
 def test_two_replies_have_no_majority():
     replies = replies_of(torch.tensor([[1.0], [1000.0]]))
-    assert guarded(replies, torch.zeros(1), Guard(2.0, "drop")) == (replies, [])
+    assert guarded(replies, torch.zeros(1), Guard(2.0, "drop")) == (replies, [], [])
 
 
 def test_a_clipped_update_is_named_and_the_run_goes_on():

@@ -48,8 +48,10 @@ def test_a_new_app_equals_the_simulation_of_its_settings(package, tmp_path):
     assert app["components"]["serverapp"] == "my_first_app.server_app:app"
     from my_first_app import client_app, server_app
 
+    assert app["config"]["federation"]["guard"] is True
     settings = flat(app["config"]) | {
         "federation.folder": str(tmp_path / "run"),
+        "federation.guard": False,
         "method": "ima(scaffold, window=2, start=0.3)",
     }
     grid = LocalGrid(client_app.app, settings["partition.clients"])

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +144,8 @@ def _watch(
         for cell in tuple(layout):  # a copy: it may grow during the loop
             place = places.get(cell.path, 0)
             lines, places[cell.path] = _new_lines(cell.path / "rounds.jsonl", place)
-            if lines:
+            # A resumed run cuts its file back: the place may be in the middle of a line.
+            with suppress(ValueError, TypeError, IndexError):
                 newest = cell, RoundRecord.read(lines[-1])
                 rounds[cell.path] = newest[1].round
         if newest is not None:
@@ -187,4 +188,4 @@ def _new_lines(path: Path, place: int) -> tuple[list[str], int]:
     with path.open("rb") as file:
         file.seek(place)
         whole, _, _ = file.read(size - place).rpartition(b"\n")
-    return whole.decode().splitlines(), place + len(whole) + (1 if whole else 0)
+    return whole.decode(errors="replace").splitlines(), place + len(whole) + (1 if whole else 0)

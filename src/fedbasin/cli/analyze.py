@@ -53,6 +53,9 @@ def analyze(
         Path | None, typer.Option(help="Where results go; analysis/ of the first run by default.")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of dataset mirrors.")] = None,
+    trust: Annotated[
+        bool, typer.Option(help="Import and run the modules that the runs' settings name.")
+    ] = False,
 ) -> None:
     """Make a figure of the papers from your own runs: line, plane, hessian, coherence, ...
 
@@ -61,6 +64,7 @@ def analyze(
     cohorts, --set snapshots.clients=true) when it was started. Without a name, all are listed.
     """
     from fedbasin.analyze import CATALOGUE, Options, find
+    from fedbasin.experiment.checks import check_imports
     from fedbasin.experiment.subjects import open_subject
 
     console = Console()
@@ -83,6 +87,9 @@ def analyze(
     options = Options(**chosen)
     file_name = f"{name}-{_checked_tag(tag)}" if tag else name
     folder = out or runs[0] / "analysis"
+    for run in runs:
+        if not trust and (run / "config.toml").exists():
+            check_imports(run / "config.toml")
     subjects = [open_subject(run, data_dir=data_dir, device=device) for run in runs]
     with Progress(
         TextColumn("{task.description}"),

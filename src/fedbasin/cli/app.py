@@ -279,10 +279,14 @@ def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
     data_dir: DataDir = None,
     log: LogTo = None,
+    trust: Annotated[
+        bool, typer.Option(help="Import and run the modules that the run's settings name.")
+    ] = False,
 ) -> None:
     """Resume a stopped run. The result equals an uninterrupted run."""
     import fedbasin.experiment  # noqa: F401
     from fedbasin.core.record import RecordError
+    from fedbasin.experiment.checks import check_imports
     from fedbasin.experiment.config import read_experiment
     from fedbasin.experiment.runs import Cell
 
@@ -294,6 +298,8 @@ def resume(
             else ""
         )
         raise RecordError(f"{folder} holds no run: there is no config.toml in it{hint}")
+    if not trust:
+        check_imports(folder / "config.toml")
     layout = [Cell(read_experiment(folder / "config.toml"), folder)]
     if (folder / "model.safetensors").exists():
         console.print(Text(f"{folder} is finished: nothing is left to do"), soft_wrap=True)

@@ -8,13 +8,14 @@ whenever the process dies, all that the last checkpoint speaks of is there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from fedbasin.core.files import replacing
 
 
 class ArchiveError(ValueError):
@@ -36,12 +37,8 @@ class Archive:
         """Store the model a client sent in a round, in place of one stored under that name."""
         path = self.folder / _name(client, round)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".part")
-        with temporary.open("wb") as file:
+        with replacing(path) as temporary, temporary.open("wb") as file:
             np.save(file, vector.detach().cpu().numpy(), allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
 
     def get(self, client: int, round: int) -> Tensor:
         """Return a stored model [P], mapped from its file; writing to it changes no file."""
@@ -62,6 +59,8 @@ class Archive:
         """Remove what is not needed; before the first `keep` that is nothing."""
         if self._needed is None or not self.folder.is_dir():
             return
+        if self.folder.is_symlink():  # it would delete files of another folder
+            raise ArchiveError(f"{self.folder} is a link; put the folder itself there")
         for path in self.folder.iterdir():
             if path.name not in self._needed:
                 path.unlink()

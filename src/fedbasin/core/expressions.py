@@ -17,7 +17,9 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -64,9 +66,14 @@ def parse(source: str, kind: Kind | None = None) -> Any:
         raise ExpressionError(
             f"cannot read {source!r}: write it like name or name(argument=value, ...)"
         ) from error
-    if not isinstance(tree, ast.Call) and not _named(tree):
-        raise ExpressionError(f"{source!r} is not a name or a call such as name(argument=value)")
-    return _build(tree, kind)
+    try:
+        if not isinstance(tree, ast.Call) and not _named(tree):
+            raise ExpressionError(
+                f"{source!r} is not a name or a call such as name(argument=value)"
+            )
+        return _build(tree, kind)
+    except RecursionError:
+        raise ExpressionError(f"{source[:60]!r}... is nested too deeply") from None
 
 
 def text(thing: object) -> str:
@@ -217,8 +224,24 @@ def _make(card: Card, given: dict[str, Any]) -> Any:
         raise ExpressionError(f"{card.name}: {error}") from error
 
 
+_imports: ContextVar[str] = ContextVar("imports", default="")  # why modules are not imported
+
+
+@contextmanager
+def no_imports(why: str) -> Iterator[None]:
+    """Refuse to import modules that texts name, such as those of a folder that somebody sent."""
+    before = _imports.set(why)
+    try:
+        yield
+    finally:
+        _imports.reset(before)
+
+
 def load_module(name: str) -> types.ModuleType:
     """Import a module that a user named; one that is missing is a mistake of the text."""
+    known = name.partition(".")[0] == "fedbasin" or name in sys.modules
+    if _imports.get() and not known:
+        raise ExpressionError(f"the module {name!r} would be imported and run; {_imports.get()}")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -295,6 +318,7 @@ def _read(node: ast.expr) -> Any:
 
 
 _NO_FIT = object()
+_LARGEST_INT = 2**53  # beyond, neither tensors nor JSON hold all whole numbers
 
 
 def fit(value: Any, wanted: Any) -> Any:
@@ -317,7 +341,8 @@ def fit(value: Any, wanted: Any) -> Any:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return float(value) if number else _NO_FIT
     if wanted is int:
-        return value if isinstance(value, int) and not isinstance(value, bool) else _NO_FIT
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return value if whole and abs(value) <= _LARGEST_INT else _NO_FIT
     if wanted in (None, types.NoneType):
         return value if value is None else _NO_FIT
     return value if isinstance(value, origin or wanted) else _NO_FIT
@@ -358,7 +383,7 @@ def type_name(wanted: Any) -> str:
         return f"a tuple of {type_name(get_args(wanted)[0])}" if get_args(wanted) else "a tuple"
     names = {
         float: "a number",
-        int: "a whole number",
+        int: "a whole number up to 2^53",
         str: "a quoted string",
         bool: "True or False",
         Choice: "a name or a call, such as cosine",

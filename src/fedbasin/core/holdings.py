@@ -50,7 +50,7 @@ class Holdings:
         out = io.StringIO()
         writer = csv.writer(out)
         mark = ["corrupted"] if self.corrupted else []
-        writer.writerow(["client", "rows", *mark, *self.classes])
+        writer.writerow(["client", "rows", *mark, *map(_as_text, self.classes)])
         sizes = self.sizes.tolist()
         for client, row in enumerate(self.counts.tolist()):
             marked = [client in self.corrupted for _ in mark]
@@ -68,7 +68,7 @@ class Holdings:
             marks = [row[2:3] for row in rows] if header[2:3] == ["corrupted"] else []
             corrupted = frozenset(at for at, mark in enumerate(marks) if mark == ["True"])
             first = 3 if corrupted else 2  # a class may have that name too
-            classes = tuple(header[first:])
+            classes = tuple(name.removeprefix("'") for name in header[first:])
             counts = np.array([[int(cell) for cell in row[first:]] for row in rows], dtype=np.int64)
             counts = counts.reshape(len(rows), len(classes))
             sizes = None if classes else np.array([int(row[1]) for row in rows], dtype=np.int64)
@@ -79,3 +79,8 @@ class Holdings:
         if min(counts.min(initial=0), 0 if sizes is None else sizes.min(initial=0)) < 0:
             raise RecordError(f"{path} says that a client holds less than no rows; remove it")
         return cls(classes, counts, corrupted, sizes)
+
+
+def _as_text(name: str) -> str:
+    """Write a name so that a spreadsheet does not take it for a formula."""
+    return f"'{name}" if name[:1] in ("=", "+", "-", "@", "\t", "\r", "'") else name

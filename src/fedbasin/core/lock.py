@@ -1,60 +1,68 @@
-"""One process at a time: locks that the operating system lets go when their holder dies."""
+"""One process at a time, by `filelock`: the system lets go of a lock when its holder dies."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from fedbasin.core.record import RecordError
 
-try:
-    import fcntl
-except ImportError:  # Windows: nothing is held there
-    fcntl = None  # type: ignore[assignment]
+_FOREVER = -1.0  # filelock's word for it
 
 
 class Busy(RecordError):
     """A run folder that another process is running."""
 
 
-def take(handle: int, *, patient: bool) -> None:
-    """Lock an open file until it is closed; a taken one is waited for or `BlockingIOError`."""
-    try:
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
-    except BlockingIOError:
-        raise
-    except OSError:  # the file system knows no locks: without, then
-        return
+@contextmanager
+def waiting_for(path: Path) -> Iterator[None]:
+    """Hold a lock file, once nobody else does; it is removed afterwards."""
+    with _held(path, _FOREVER):
+        yield
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Keep a run folder from other processes; its lock file is gone when the run is not at work."""
     path = folder / "run.lock"
-    handle = _taken(path)
     try:
+        with _held(path, 0.0):
+            yield
+    except Timeout:
+        raise Busy(
+            f"another process{_holder(path)} is running {folder}; wait until it is over or stop "
+            "it, or choose another folder"
+        ) from None
+
+
+@contextmanager
+def _held(path: Path, timeout: float) -> Iterator[None]:
+    lock = FileLock(path, timeout=timeout)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise
+    except OSError:  # the file system knows no locks: without, then
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            path.write_text(f"{os.getpid()}\n", encoding="utf-8")
         yield
     finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
+        with contextlib.suppress(OSError):  # Windows does not remove a file that is open
+            path.unlink()
+        lock.release()
 
 
-def _taken(path: Path) -> int:
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            take(handle, patient=False)
-            if os.path.samestat(path.stat(), os.fstat(handle)):
-                return handle
-        except BlockingIOError as error:
-            os.close(handle)
-            raise Busy(
-                f"another process is running {path.parent}; wait until it is over or stop it, or "
-                "choose another folder"
-            ) from error
-        except FileNotFoundError:
-            pass
-        os.close(handle)  # its holder took the file away before it let go: there may be a new one
+def _holder(path: Path) -> str:
+    """Name the process that holds a lock, where the file says it."""
+    try:
+        return f" (id {int(path.read_text(encoding='utf-8'))})"
+    except (OSError, ValueError):
+        return ""

@@ -34,6 +34,8 @@ from statistics import fmean
 from types import NoneType
 from typing import Any, NamedTuple
 
+from fedbasin.core.files import replacing
+
 
 class RecordError(ValueError):
     """A run folder that cannot be used, with the reason and what to do."""
@@ -184,6 +186,13 @@ class RoundRecord:
         return cls(**known, metrics=metrics, notes=notes)
 
 
+def _read_or_none(line: str) -> RoundRecord | None:
+    try:
+        return RoundRecord.read(line)
+    except (ValueError, TypeError):
+        return None
+
+
 COLUMNS = tuple(f.name for f in fields(RoundRecord) if f.name not in ("metrics", "notes"))
 
 
@@ -284,9 +293,11 @@ class RunFolder:
         return self.path / "analysis"
 
     def append(self, record: RoundRecord) -> None:
-        """Add one line and hand it to the operating system at once."""
+        """Add one line and hand it to the disk: a checkpoint never knows more rounds."""
         with self.rounds.open("a", encoding="utf-8") as file:
             file.write(record.line() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def read_rounds(self) -> list[RoundRecord]:
         """Read all whole lines; a last line cut short by a crash is left out."""
@@ -302,15 +313,37 @@ class RunFolder:
         return records
 
     def keep_rounds(self, last: int) -> list[RoundRecord]:
-        """Drop the lines after a round, so that resuming writes each round once."""
-        kept = [record for record in self.read_rounds() if record.round <= last]
-        if [record.round for record in kept] != list(range(1, last + 1)):
+        """Drop the lines after a round, so that resuming writes each round once.
+
+        Rounds that a power cut took from the file's end, or made unreadable, get an empty record
+        with the note ``lost``: the checkpoint has all that the run needs.
+        """
+        known = self._readable_rounds(last)
+        if [record.round for record in known] != list(range(1, len(known) + 1)):
             raise RecordError(
                 f"{self.rounds} does not hold rounds 1 to {last} in order, which the checkpoint "
                 "was written after; restore the file or start the run again elsewhere"
             )
+        lost = range(len(known) + 1, last + 1)
+        kept = known + [RoundRecord(round, notes={"lost": 1.0}) for round in lost]
         write_atomically(self.rounds, "".join(record.line() + "\n" for record in kept))
         return kept
+
+    def _readable_rounds(self, last: int) -> list[RoundRecord]:
+        """Read the lines up to a round, or up to where a power cut took the rest."""
+        if not self.rounds.exists():
+            return []
+        lines = self.rounds.read_bytes().decode(errors="replace").split("\n")[:-1]
+        found = [_read_or_none(line) for line in lines]
+        records = []
+        for number, record in enumerate(found):
+            if record is not None:
+                records.append(record)
+            elif "\0" in lines[number] or not any(found[number:]):
+                break  # a power cut: the file's end was not on the disk
+            else:
+                raise RecordError(f"{self.rounds}, line {number + 1} is damaged; restore the file")
+        return [record for record in records if record.round <= last]
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the headline numbers."""
@@ -344,12 +377,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def write_atomically(path: Path, content: str) -> None:
     """Write a text file so that it is either the old one or the new one."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text(content, encoding="utf-8")
 
 
 def mean_of_last(

@@ -94,6 +94,13 @@ class Gathered(NamedTuple):
     train_loss: Tensor  # mean loss of the cohort's local training
     trusted: Tensor | None = None  # bool [C] whose statistics count; None trusts all
 
+    def take(self, rows: Tensor) -> Gathered:
+        """Return what some of the clients sent; the loss stays that of all."""
+        trusted = None if self.trusted is None else self.trusted[rows]
+        return self._replace(
+            replies=self.replies.take(rows), buffers=self.buffers[rows], own=[], trusted=trusted
+        )
+
 
 class Traffic(NamedTuple):
     """Who answered, and what travelled."""
@@ -120,12 +127,18 @@ class Merged(NamedTuple):
     buffers: Tensor  # [Q] before any recalibration
 
 
+class Attempt(Protocol):
+    """Merges what a cohort sent."""
+
+    def __call__(self, rows: Tensor | None = None) -> Merged:
+        """Merge all replies, or the chosen rows of them."""
+        ...
+
+
 class Policy(Protocol):
     """What happens to replies that make no model: engines differ in this alone."""
 
-    def merge(
-        self, server: Server, replies: Replies, attempt: Callable[[], Merged]
-    ) -> Merged | None:
+    def merge(self, server: Server, replies: Replies, attempt: Attempt) -> Merged | None:
         """Return what `attempt` gives, or None to keep the model of `server`."""
         ...
 
@@ -281,12 +294,13 @@ def _merge(
         return after, record
     began = time.perf_counter()
 
-    def attempt() -> Merged:
-        buffers = setup.statistics.merged(server.buffers, gathered)
+    def attempt(rows: Tensor | None = None) -> Merged:
+        chosen = gathered if rows is None else gathered.take(rows)
+        buffers = setup.statistics.merged(server.buffers, chosen)
         known = context
         if isinstance(context.proxy, WithStatistics):
             known = replace(context, proxy=context.proxy.with_buffers(buffers))
-        served, state = setup.method.aggregate(server.state, server.send, gathered.replies, known)
+        served, state = setup.method.aggregate(server.state, server.send, chosen.replies, known)
         return Merged(served, state, buffers)
 
     merged = setup.policy.merge(server, gathered.replies, attempt)

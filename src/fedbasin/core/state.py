@@ -8,7 +8,6 @@ the file decides which code runs.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedbasin.core.files import replacing
 from fedbasin.core.tree import Leaf, flatten, restore
 
 _SUM = "=checksum"  # no path of a tree
@@ -43,21 +43,20 @@ def save(path: Path, tree: Any) -> None:
             tensor = tensor.clone()
         owners.add(tensor.untyped_storage().data_ptr())
         tensors[name] = tensor
-    scalars[_SUM] = _checksum(tensors)
+    scalars[_SUM] = _checksum(tensors, scalars)
     # All in one entry: the format writes several in any order, and equal trees make equal files.
     write(path, tensors, {"scalars": json.dumps(scalars)})
 
 
 def write(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
     """Write tensors that share no memory to a safetensors file, whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.touch()
-    mode = temporary.stat().st_mode  # the user's own; the format's writer makes it private
-    save_file(tensors, temporary, metadata=header)
-    temporary.chmod(mode)
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        mode = temporary.stat().st_mode  # the user's own; the format's writer makes it private
+        try:
+            save_file(tensors, temporary, metadata=header)
+        except SafetensorError as error:  # a full disk
+            raise OSError(str(error)) from error
+        temporary.chmod(mode)
 
 
 def read(path: Path) -> dict[str, Leaf]:
@@ -67,7 +66,11 @@ def read(path: Path) -> dict[str, Leaf]:
             leaves: dict[str, Leaf] = json.loads((file.metadata() or {}).get("scalars", "{}"))
             # A copy: a product of matrices may round otherwise where memory is aligned otherwise.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        if leaves.pop(_SUM, whole := _checksum(tensors)) != whole:
+        if not isinstance(leaves, dict):
+            raise ValueError("its scalars are no object of JSON")
+        written = str(leaves.pop(_SUM, _checksum(tensors, leaves)))
+        # Files of older versions sum up their tensors alone.
+        if written != _checksum(tensors, leaves if "." in written else None):
             raise ValueError("its bytes are not those that were written")
         leaves.update(tensors)
     except FileNotFoundError as error:
@@ -79,12 +82,15 @@ def read(path: Path) -> dict[str, Leaf]:
     return leaves
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Sum up all bytes, in the order of the names."""
+def _checksum(tensors: Mapping[str, Tensor], scalars: Mapping[str, Leaf] | None = None) -> str:
+    """Sum up all bytes of tensors in the order of the names, then what stands beside them."""
     checksum = 0
     for name in sorted(tensors):
         checksum = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, checksum)
-    return f"{checksum:08x}"
+    if scalars is None:
+        return f"{checksum:08x}"
+    beside = zlib.crc32(json.dumps(scalars, sort_keys=True).encode())
+    return f"{checksum:08x}.{beside:08x}"
 
 
 def load(path: Path, template: Any) -> Any:

@@ -70,9 +70,19 @@ def restore(template: Any, leaves: Mapping[str, Leaf]) -> Any:
         new = leaves[path]
         if isinstance(old, Tensor) and isinstance(new, Tensor):
             return new.to(device=old.device, dtype=old.dtype)
+        if not _alike(old, new):
+            kinds = f"a {type(new).__name__}, expected a {type(old).__name__}"
+            raise KeyError(f"state at {path!r} is {kinds}; it was written by another version")
         return new
 
     return rebuild(template, leaf_at)
+
+
+def _alike(old: Leaf, new: Leaf) -> bool:
+    """Whether a leaf may stand where another was; a whole number may stand for a float."""
+    if old is None or new is None:
+        return True
+    return type(old) is type(new) or (type(old) is float and type(new) is int)
 
 
 def tensors(tree: Any) -> list[Tensor]:

@@ -33,6 +33,9 @@ KIND_NAMES: dict[ColumnKind, str] = {
     "empty": "nothing",
     "other": "lists, bytes or other values",
 }
+_CELL = 8  # bytes of a number in memory
+_UNPACKED = 256 << 20  # bytes that any file may unpack to
+_PACKED = 2000  # times its own size that a larger one may
 _LARGEST_CSV = 2**31 - 2  # bytes; the reader counts a block in 32 bits
 _ROW = "row {} (counted from 0)"
 
@@ -312,11 +315,21 @@ def _parquet(path: Path, label: str) -> Part:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             rows = file.metadata.num_rows
+            _check_unpacked(path, rows * file.metadata.num_columns * _CELL)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
     names = _without_index(schema)
     chosen = pa.schema([field for field in schema if field.name in names])
     return Part(label, chosen, rows, partial(_read_parquet, path))
+
+
+def _check_unpacked(path: Path, size: int) -> None:
+    """Refuse a small file that would fill the memory: no table of real rows packs so well."""
+    if size > max(_UNPACKED, _PACKED * path.stat().st_size):
+        raise DataError(
+            f"{path} has {path.stat().st_size:,} bytes and would unpack to {size:,}: no table of "
+            "real rows packs so well; write the rows that you need to another file"
+        )
 
 
 def _read_parquet(path: Path, name: str) -> pa.ChunkedArray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,10 @@ import torch
 from flwr.app import ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedbasin.deploy.bounds import MOST_CLIENTS, MOST_NUMBERS, MOST_ROWS, check_size
 from fedbasin.deploy.frozen import FrozenParts
 from fedbasin.deploy.mail import GaveUp, Mailbox
+from fedbasin.deploy.seats import Seats
 from fedbasin.deploy.wire import Refused, fault, number, the_record
 
 ASK = "fedbasin-ask"  # the key that says what a query is about
@@ -53,6 +56,9 @@ class Clients:
         total: how many clients there are in all, N; 0 where nodes have to say.
         before: N of the resumed run; unidentified nodes are numbered within it.
         frozen: parts of the model that do not learn, and which nodes hold them.
+        classes: how many classes there are; 0 where the server does not know.
+        most_rows: how many rows a client may state.
+        seats: which node key holds which client's number; None binds no keys.
     """
 
     mail: Mailbox
@@ -61,6 +67,9 @@ class Clients:
     total: int = 0
     before: int = 0
     frozen: FrozenParts = field(default_factory=FrozenParts)
+    classes: int = 0
+    most_rows: int = MOST_ROWS
+    seats: Seats | None = None
     anonymous: bool = False  # whether nodes do not say who they are
     _identities: dict[int, NodeIdentity] = field(default_factory=dict)  # by node
     _open: dict[str, int] = field(default_factory=dict)  # questions without an answer, by message
@@ -68,12 +77,21 @@ class Clients:
     _nameless: dict[int, str] = field(default_factory=dict)  # nodes that cannot say, and why
     _silent: set[int] = field(default_factory=set)  # nodes that left a message unanswered
     _slowest: float = -1.0  # seconds that an answer took; below 0 before the first
+    _keys: dict[int, str] = field(default_factory=dict)  # fingerprints by node
+    _odd: set[int] = field(default_factory=set)  # nodes that are left out for what they said
+    _votes: dict[int, int] = field(default_factory=dict)  # how many clients each node counts
 
-    def wait(self, least: int, *, empty: bool = False) -> dict[int, int]:
-        """Return the nodes that `online` does, once there are enough."""
+    def wait(self, least: int, *, empty: bool = False, refused: bool = False) -> dict[int, int]:
+        """Return the nodes that `online` does, once there are enough.
+
+        Args:
+            least: how many are enough.
+            empty: whether clients without data count.
+            refused: whether nodes count that are left out for what they said.
+        """
         began = time.monotonic()
         said = -10.0
-        while len(online := self.online(empty=empty)) < least:
+        while len(online := self.online(empty=empty)) + refused * len(self._odd) < least:
             if self._number_all(least):
                 continue
             waited = time.monotonic() - began
@@ -113,6 +131,19 @@ class Clients:
         else:
             self._silent.add(node)
 
+    def stated(self, client: int) -> int | None:
+        """Return how many rows a client said it holds; None where it did not say."""
+        return None if self.anonymous else self._examples().get(client)
+
+    def who(self, node: int) -> str:
+        """Name a node by its client, where that is known."""
+        client = self.client(node)
+        return f"node {node}" if client is None else f"client {client} (node {node})"
+
+    def key(self, node: int) -> str:
+        """Return the fingerprint of a node's key; empty where Flower does not tell it."""
+        return self._keys.get(node, "")
+
     def client(self, node: int) -> int | None:
         """Return the client of a node."""
         identity = self._identities.get(node)
@@ -131,9 +162,16 @@ class Clients:
         return [node for node, _ in self.mail.stragglers()]
 
     def ask(
-        self, nodes: Mapping[int, int], content: RecordDict, timeout: float
+        self, nodes: Mapping[int, int], content: RecordDict, timeout: float, most: int
     ) -> tuple[dict[int, RecordDict], dict[int, str]]:
-        """Put one question to clients; return the answers, and why others gave none."""
+        """Put one question to clients; return the answers, and why others gave none.
+
+        Args:
+            nodes: the node of each client that is asked.
+            content: the question.
+            timeout: seconds that an answer is waited for.
+            most: bytes that an answer may take.
+        """
         contents = {node: self.frozen.content_for(node, content) for node in nodes.values()}
         sent = self.mail.send(
             [Message(c, node, MessageType.QUERY, ttl=timeout) for node, c in contents.items()]
@@ -148,8 +186,12 @@ class Clients:
             client = whose[sent[reply.metadata.reply_to_message_id]]
             if reply.has_error():
                 failed[client] = fault(reply)
-            else:
+                continue
+            try:
+                check_size(reply.content, most)
                 answers[client] = reply.content
+            except Refused as reason:
+                failed[client] = str(reason)
         return answers, {client: why for client, why in failed.items() if client not in answers}
 
     def examples(self, client: int) -> int:
@@ -167,19 +209,37 @@ class Clients:
     def _examples(self) -> dict[int, int]:
         return {identity.client: identity.examples for identity in self._identities.values()}
 
-    def class_counts(self) -> Tensor:
-        """Wait for all clients and return their rows by class [N, classes], as they show them."""
-        self.wait(self.total, empty=True)
+    def class_counts(self, weight: float | None = None) -> Tensor:
+        """Wait for all clients and return their rows by class [N, classes], as they show them.
+
+        Clients that are left out for what they said count for none.
+
+        Args:
+            weight: how many times the median number of rows a client may count for.
+        """
+        self.wait(self.total, empty=True, refused=True)
         _log.warning("The server sees every client's class counts: the method asks for them")
-        known = {identity.client: identity.counts for identity in self._identities.values()}
-        missing = [client for client in range(self.total) if not known.get(client)]
-        widths = {len(counts) for counts in known.values()}
-        if missing or len(widths) != 1:
-            raise TooFewNodes(
-                f"client {missing[0] if missing else 'of another width'} did not show its class "
-                "counts; all clients must be connected and their app must say counts='plain'"
-            )
-        return torch.tensor([known[client] for client in range(self.total)])
+        shown = {one.client: one.counts for one in self._identities.values() if one.counts}
+        widths = Counter(len(counts) for counts in shown.values())
+        if not widths:
+            raise TooFewNodes("no client shows its class counts; their app must say counts='plain'")
+        width = self.classes or max(widths, key=lambda width: (widths[width], width))
+        table = torch.zeros(self.total, width, dtype=torch.int64)
+        for client, counts in shown.items():
+            if len(counts) == width:
+                table[client] = torch.tensor(counts)
+            else:
+                what = "client %d counts rows of %d classes, expected %d: it counts for none"
+                _log.warning(what, client, len(counts), width)
+        missing = sorted(set(range(self.total)) - shown.keys())
+        if missing:
+            _log.warning("clients %s do not show their class counts: they count for none", missing)
+        rows = table.sum(1)
+        if weight is not None and bool((rows > 0).any()):
+            limit = weight * float(rows[rows > 0].median())
+            part = (limit / rows.clamp(min=1)).clamp(max=1.0)
+            table = (table * part[:, None]).round().to(torch.int64)
+        return table
 
     def _ask(self, nodes: list[int], listed: set[int]) -> None:
         """Ask nodes who they are if their pause is over, and read the answers that have come.
@@ -199,7 +259,8 @@ class Clients:
         held = {s.client: n for n, s in self._identities.items() if n in there}
         answered = set()
         nameless = []
-        odd = set()
+        stated: list[tuple[int, Any]] = []
+        odd: dict[int, str] = {}  # why nodes are left out
         # Half of the patience is left to ask again those whose message was lost.
         waits = self.patience / 2 if new else 0.0
 
@@ -219,12 +280,16 @@ class Clients:
                     self._nameless[node] = fault(reply)
                     nameless.append(node)
                 else:
-                    identity = self._identity(the_record(reply.content, MetricRecord))
-                    nameless += self._register(node, identity, held)
+                    check_size(reply.content, MOST_NUMBERS + 8 * self.classes)
+                    stated.append((node, the_record(reply.content, MetricRecord)))
+                    self._votes[node] = _total(stated[-1][1])
             except Refused as reason:  # asked again: a repaired node with a key has its old id
-                self._nameless.pop(node, None)
-                odd.add(node)
-                _log.warning("node %d is left out, its answer is wrong: %s", node, reason)
+                odd[node] = str(reason)
+        nameless += self._register_all(stated, held, odd)
+        for node, why in odd.items():
+            self._nameless.pop(node, None)
+            _log.warning("node %d is left out, its answer is wrong: %s", node, why)
+        self._odd = (self._odd | odd.keys()) & listed - self._identities.keys()
         self._open = {i: n for i, n in sent.items() if i not in answered}
         self.mail.still_awaited(self._open)
         if self.anonymous:
@@ -236,13 +301,36 @@ class Clients:
                 why = self._nameless.get(node, "no answer yet, or another has its place")
                 _log.warning("node %d does not say which client it is: %s", node, why)
 
+    def _register_all(
+        self, stated: list[tuple[int, Any]], held: dict[int, int], odd: dict[int, str]
+    ) -> list[int]:
+        """Take nodes as the clients they say they are; note why some are left out.
+
+        Returns:
+            The nodes that held a client's number provisionally.
+        """
+        if stated:
+            self._keys |= self.mail.keys()
+        self._count_clients()
+        replaced = []
+        for node, facts in stated:
+            try:
+                replaced += self._register(node, self._identity(facts), held)
+            except Refused as reason:
+                odd[node] = str(reason)
+        return replaced
+
     def _register(self, node: int, identity: NodeIdentity, held: dict[int, int]) -> list[int]:
         """Take a node as the client it says it is, unless another node is that client.
 
         Returns:
             The node that held the client's number provisionally, if there was one.
         """
-        self.total = self.total or identity.total
+        key = self.key(node)
+        if self.seats is not None:
+            refusal = self.seats.refusal(key, identity.client) if key else "it shows no key"
+            if refusal is not None:
+                raise Refused(f"it says it is client {identity.client}: {refusal}")
         holder = held.get(identity.client)
         if holder is not None and holder not in self._nameless:
             _log.warning(
@@ -253,6 +341,8 @@ class Clients:
                 holder,
             )
             return []
+        if self.seats is not None:
+            self.seats.bind(key, identity.client)
         self._nameless.pop(node, None)
         self._identities[node] = identity
         held[identity.client] = node
@@ -260,17 +350,27 @@ class Clients:
             del self._identities[holder]
         return [] if holder is None else [holder]
 
+    def _count_clients(self) -> None:
+        """Take the number of clients that most nodes count, unless the app states it."""
+        if not self.total and self._votes:
+            votes = Counter(self._votes.values())
+            self.total = max(votes, key=lambda total: (votes[total], total))
+
     def _identity(self, facts: Any) -> NodeIdentity:
-        total = int(number(facts, "num-partitions", least=1))
+        total = _total(facts)
         client = int(number(facts, "partition-id", least=0))
         if self.total and total != self.total:
             raise Refused(f"it counts {total} clients, the others {self.total}")
         if client >= total:
             raise Refused(f"partition-id {client} is not below num-partitions {total}")
         rows = int(number(facts, "num-examples", least=0))
+        if rows > self.most_rows:
+            raise Refused(f"num-examples is {rows}, expected at most {self.most_rows}")
         counts = facts.get("class-counts", [])
         if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
             raise Refused("class-counts must be whole numbers of at least 0")
+        if counts and self.classes and len(counts) != self.classes:
+            raise Refused(f"class-counts has {len(counts)} numbers, expected {self.classes}")
         if counts and sum(counts) != rows:
             raise Refused(f"class-counts add up to {sum(counts)}, num-examples is {rows}")
         return NodeIdentity(client, rows, tuple(counts), total)
@@ -305,3 +405,10 @@ class Clients:
                 )
             else:
                 self._identities[node] = NodeIdentity(client, 1)
+
+
+def _total(facts: Any) -> int:
+    total = int(number(facts, "num-partitions", least=1))
+    if total > MOST_CLIENTS:
+        raise Refused(f"num-partitions is {total}, expected at most {MOST_CLIENTS}")
+    return total

@@ -109,7 +109,10 @@ class Cohort:
             self._sent |= sent
             for arrived in self.clients.replies(sent, self.timeout):
                 if isinstance(arrived, GaveUp):
-                    self._gave_up(arrived.node, arrived.reason)
+                    if arrived.unreadable:
+                        self.refuse(self.clients.client(arrived.node), arrived.node, arrived.reason)
+                    else:
+                        self._gave_up(arrived.node, arrived.reason)
                     continue
                 reply = [arrived]
                 del arrived  # or two models would be in memory while the next one arrives
@@ -153,7 +156,9 @@ class Cohort:
                 elif client is None or client not in self.asked:
                     raise Refused("it was not asked in this round")
                 else:
-                    self.collector.take(client, self.asked[client], reply)
+                    self.collector.take(
+                        client, self.asked[client], reply, self.clients.stated(client)
+                    )
             except Refused as reason:
                 self.refuse(client, node, str(reason))
             del reply  # or two models would be in memory while the next one arrives
@@ -185,10 +190,13 @@ class Cohort:
             self._failed.add(client)
 
     def _outvote(self, *, last: bool) -> None:
-        """Reject reports whose structure differs from the majority's."""
+        """Reject reports unlike the majority's, at last also losses and reports far beyond."""
         why = "its report is shaped unlike the other clients'"
         for client in self.collector.outvoted(last=last):
             self.refuse(client, self.asked[client], why)
+        if last:
+            for client, why in self.collector.outlying():
+                self.refuse(client, self.asked[client], why)
 
     def name_late(self) -> None:
         """Count and log replies to earlier rounds. Their clients may answer this one."""

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from flwr.app import Message, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from fedbasin.core.record import RoundRecord
-from fedbasin.deploy.wire import Refused, fault, number, the_record
+from fedbasin.deploy.bounds import MOST_NUMBERS, MOST_ROWS, check_size
+from fedbasin.deploy.wire import LARGEST, Refused, fault, number, the_record
 
 _ADDRESS = ("server-round", "partition-id")  # numbers that say whose reply it is
 _log = logging.getLogger("flwr")
 
 
-def mean_metrics(replies: Iterable[Message], weight_key: str) -> MetricRecord | None:
-    """Return the weighted mean of the clients' metrics; None where there are none."""
+def mean_metrics(
+    replies: Iterable[Message],
+    weight_key: str,
+    *,
+    most_rows: int = MOST_ROWS,
+    ratios: Collection[str] = (),
+    who: Callable[[int], str] = lambda node: f"node {node}",
+) -> MetricRecord | None:
+    """Return the weighted mean of the clients' metrics; None where there are none.
+
+    Args:
+        replies: what clients measured.
+        weight_key: the metric that holds a client's number of samples.
+        most_rows: how many rows a client may state.
+        ratios: metrics that are from 0 to 1.
+        who: names a node's client.
+    """
     total: dict[str, float] = {}
     weights: dict[str, float] = {}  # by metric: not every client has every one
     count = failures = 0
@@ -26,16 +41,20 @@ def mean_metrics(replies: Iterable[Message], weight_key: str) -> MetricRecord | 
         try:
             if reply.has_error():
                 raise Refused(fault(reply))
+            check_size(reply.content, MOST_NUMBERS)
             metrics: MetricRecord = the_record(reply.content, MetricRecord)
             weight = number(metrics, weight_key, least=0)
+            if weight > most_rows:
+                raise Refused(f"{weight_key} is {weight:g}, expected at most {most_rows:g}")
             plain = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
-            bad = [k for k, v in plain.items() if not math.isfinite(v)]
-            if bad:
-                raise Refused(f"{bad[0]} is {plain[bad[0]]}")
+            for name, value in plain.items():
+                least, most = (0, 1) if name in ratios else (-LARGEST, LARGEST)
+                if not least <= value <= most:  # false for NaN, too
+                    raise Refused(f"{name} is {value}, expected {least:g} to {most:g}")
         except Refused as reason:
             failures += 1
             node = reply.metadata.src_node_id
-            _log.warning("\t> No evaluation from node %d: %s", node, reason)
+            _log.warning("\t> No evaluation from %s: %s", who(node), reason)
             continue
         count += 1
         for name in plain.keys() - {weight_key, *_ADDRESS}:

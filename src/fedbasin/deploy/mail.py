@@ -15,6 +15,8 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from google.protobuf.message import DecodeError
 
+from fedbasin.deploy.seats import fingerprint
+
 _ONLINE_EVERY = 5.0  # seconds between looks at who is online
 
 
@@ -24,6 +26,7 @@ class GaveUp:
 
     node: int
     reason: str
+    unreadable: bool = False  # whether a reply came that cannot be used
 
 
 @dataclass
@@ -43,6 +46,14 @@ class Mailbox:
     def nodes(self) -> list[int]:
         """Return the nodes that are online."""
         return list(self.grid.get_node_ids())
+
+    def keys(self) -> dict[int, str]:
+        """Return the fingerprint of each node's key, where Flower tells it."""
+        try:
+            nodes = list(self.grid.get_nodes())
+        except (AttributeError, NotImplementedError):  # a grid that knows ids alone
+            return {}
+        return {n.node_id: fingerprint(n.public_key) for n in nodes if n.public_key}
 
     def send(self, messages: Sequence[Message]) -> dict[str, int]:
         """Send messages; return the node of each by the message's id."""
@@ -70,7 +81,7 @@ class Mailbox:
                 idle &= not arrived and why is None
                 if why is not None:
                     waiting.pop(message_id, None)
-                    yield GaveUp(sent[message_id], why)
+                    yield GaveUp(sent[message_id], why, unreadable=True)
                 while arrived:
                     waiting.pop(message_id, None)
                     yield arrived.pop(0)  # no name keeps it alive while the next one comes

@@ -7,7 +7,6 @@ that are too long. If the merge fails, the server keeps its old model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,37 +14,77 @@ from torch import Tensor
 
 from fedbasin.core.archive import ArchiveError
 from fedbasin.core.method import Replies, ReplyError
-from fedbasin.core.round import Gathered, Merged, Server
+from fedbasin.core.round import Attempt, Gathered, Merged, Server
 from fedbasin.core.tree import tensors
 from fedbasin.core.vectors import shares
 from fedbasin.deploy.replies import Collected, Guard, guarded
+from fedbasin.deploy.wire import LARGEST
 
+_MOST_SUSPECTS = 64  # replies that are left out in turn to find the one that spoils a merge
 _log = logging.getLogger("flwr")
 
 
 class Lenient:
-    """The policy of a federation: if the merge fails, the server keeps its old model."""
+    """The policy of a federation: if the merge fails, the server keeps its old model.
 
-    def merge(
-        self, server: Server, replies: Replies, attempt: Callable[[], Merged]
-    ) -> Merged | None:
+    A merge fails if it raises an error, or if it makes a model or a state that is not finite or
+    beyond what clients accept. If it succeeds without one client, and without no other, that
+    client is named and the others are merged.
+    """
+
+    def __init__(self) -> None:
+        self.blamed: list[tuple[int, str]] = []  # clients of this round that spoil the merge
+
+    def merge(self, server: Server, replies: Replies, attempt: Attempt) -> Merged | None:
         """Merge and check the result; None keeps the old model."""
-        known = {id(leaf) for leaf in tensors(server.state)}
+        self.blamed = []
         try:
-            merged = attempt()
-            made = [leaf for leaf in tensors(merged.state) if id(leaf) not in known]
-            models = (merged.served.send, merged.served.score, merged.buffers)
-            for values in (*models, *made):
-                if values.is_floating_point() and not values.sum().isfinite():
-                    raise ReplyError("the replies are finite, their merge is not")
+            return _checked(server, attempt())
         except (ArchiveError, OSError):  # an error of the server, not of the replies
             raise
-        except Exception:  # valid replies and reports can still make a method fail
-            _log.exception(
-                "round %d: the merge is refused, the server keeps its model", server.round + 1
-            )
+        except Exception as error:  # valid replies and reports can still make a method fail
+            found = self._without_one(server, replies, attempt, error)
+            if found is None:
+                _log.exception(
+                    "round %d: the merge is refused, the server keeps its model", server.round + 1
+                )
+            return found
+
+    def _without_one(
+        self, server: Server, replies: Replies, attempt: Attempt, error: Exception
+    ) -> Merged | None:
+        """Return the merge without the one client that spoils it; None if it is not just one."""
+        count = len(replies.clients)
+        found: list[tuple[int, Merged]] = []
+        for row in range(count if 3 <= count <= _MOST_SUSPECTS else 0):
+            rest = torch.tensor([i for i in range(count) if i != row])
+            try:
+                merged = _checked(server, attempt(rest.to(replies.clients.device)))
+            except (ArchiveError, OSError):
+                raise
+            except Exception:
+                continue
+            if found:
+                return None  # it fails for another reason than one client's reply
+            found.append((row, merged))
+        if not found:
             return None
+        row, merged = found[0]
+        self.blamed = [(int(replies.clients[row]), f"it spoils the merge: {error}")]
         return merged
+
+
+def _checked(server: Server, merged: Merged) -> Merged:
+    """Refuse a merge that is not finite, or that clients would refuse to take."""
+    known = {id(leaf) for leaf in tensors(server.state)}
+    made = [leaf for leaf in tensors(merged.state) if id(leaf) not in known]
+    models = (merged.served.send, merged.served.score, merged.buffers)
+    for values in (*models, *made):
+        if values.is_floating_point() and values.numel():
+            low, high = torch.stack(values.aminmax()).double().tolist()
+            if not max(-low, high) <= LARGEST:
+                raise ReplyError(f"the merge has values from {low:g} to {high:g}")
+    return merged
 
 
 class Guarded(NamedTuple):
@@ -54,6 +93,7 @@ class Guarded(NamedTuple):
     gathered: Gathered
     clients: frozenset[int]  # whose replies are merged
     far: list[tuple[int, str]]  # clients whose update is far longer than the others', and why
+    heavy: list[tuple[int, str]]  # clients that count for fewer samples than they state
 
 
 def gathered_of(collected: Collected, server: Tensor, guard: Guard | None) -> Guarded:
@@ -66,8 +106,9 @@ def gathered_of(collected: Collected, server: Tensor, guard: Guard | None) -> Gu
     """
     replies = collected.replies
     named: list[tuple[int, str]] = []
+    heavy: list[tuple[int, str]] = []
     if guard is not None:
-        replies, lengths = guarded(replies, server, guard)
+        replies, lengths, heavy = guarded(replies, server, guard)
         named = [(client, f"{length}: {guard.action}ped") for client, length in lengths]
     far = {client for client, _ in named}
     # A far update's statistics and loss are not to be trusted either, clipped or not.
@@ -76,7 +117,7 @@ def gathered_of(collected: Collected, server: Tensor, guard: Guard | None) -> Gu
     loss = shares(collected.replies.weights[near]) @ collected.losses[near]
     if guard is not None and guard.action == "drop":
         gathered = Gathered(replies, collected.statistics[near], [], loss)
-        return Guarded(gathered, collected.counted - far, named)
+        return Guarded(gathered, collected.counted - far, named, heavy)
     trusted = near if far else None
     gathered = Gathered(replies, collected.statistics, [], loss, trusted)
-    return Guarded(gathered, collected.counted, named)
+    return Guarded(gathered, collected.counted, named, heavy)

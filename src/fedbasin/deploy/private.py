@@ -33,6 +33,7 @@ from fedbasin.local.private_counts import (
 )
 
 _SECRET = "fedbasin-secret"
+_MOST_BYTES = 64 << 20  # of a key or of encrypted counts
 _log = logging.getLogger("flwr")
 
 
@@ -76,7 +77,7 @@ def _ask(
 ) -> dict[int, ConfigRecord]:
     """Ask clients and return the answers of all of them; one that is missing is an error."""
     content = RecordDict({"config": ConfigRecord(question)})
-    answers, failed = clients.ask(nodes, content, clients.patience)
+    answers, failed = clients.ask(nodes, content, clients.patience, _MOST_BYTES)
     if failed:
         who = "; ".join(f"client {client}: {why}" for client, why in list(failed.items())[:5])
         raise TooFewNodes(f"class counts need every client, at {question[ASK]!r}: {who}")

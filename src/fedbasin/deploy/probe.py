@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedbasin.core.method import Probe
+from fedbasin.deploy.bounds import MOST_NUMBERS
 from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
 from fedbasin.deploy.wire import Refused, number, read_tree, the_record, write_tree
 
@@ -32,13 +33,14 @@ def gather_gradients(
     """
     content = RecordDict({"arrays": arrays, "config": ConfigRecord({ASK: GRADIENT})})
     gradients: dict[int, tuple[Tensor, float]] = {}
+    most = 2 * like.numel() * like.element_size() + MOST_NUMBERS
     began = time.monotonic()
     while True:
         left = {client: node for client, node in nodes.items() if client not in gradients}
-        answers, failed = clients.ask(left, content, timeout)
+        answers, failed = clients.ask(left, content, timeout, most)
         for client, reply in answers.items():
             try:
-                gradients[client] = _read(reply, like)
+                gradients[client] = _read(reply, like, clients.stated(client))
             except Refused as reason:
                 failed[client] = str(reason)
         for client, why in failed.items():
@@ -60,12 +62,15 @@ def gather_gradients(
     return order, Probe(stacked.to(like.device), weights.to(like.device))
 
 
-def _read(reply: RecordDict, like: Tensor) -> tuple[Tensor, float]:
+def _read(reply: RecordDict, like: Tensor, rows: int | None) -> tuple[Tensor, float]:
     tree = read_tree(the_record(reply, ArrayRecord), the_record(reply, ConfigRecord))
     fits = isinstance(tree, tuple) and len(tree) == 1 and isinstance(tree[0], Tensor)
     if not fits or tree[0].shape != like.shape or tree[0].dtype != like.dtype:
         raise Refused(f"its gradient is not one vector of {like.numel()} numbers of {like.dtype}")
-    return tree[0], number(the_record(reply, MetricRecord), "num-examples", least=1)
+    weight = number(the_record(reply, MetricRecord), "num-examples", least=1)
+    if rows is not None and weight != rows:
+        raise Refused(f"num-examples is {weight:g}, it said {rows} when asked who it is")
+    return tree[0], weight
 
 
 def answer_gradient(gradient: Tensor, examples: int) -> RecordDict:

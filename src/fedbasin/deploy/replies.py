@@ -5,35 +5,47 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from torch import Tensor
 
-from fedbasin.core.method import Plan, Replies
-from fedbasin.core.tree import flatten, stack
+from fedbasin.core.method import Replies
+from fedbasin.core.tree import flatten, mapped, stack
 from fedbasin.core.vectors import Weighting, shares
-from fedbasin.deploy.wire import Codec, Part, Refused, content_bytes, number, read_tree, the_record
+from fedbasin.deploy.bounds import Bounds
+from fedbasin.deploy.wire import Codec, Part, Refused, number, read_tree, the_record
+
+_FAR = 100.0  # times the cohort's median, beyond which a loss or a report is refused
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What happens to an update that is far longer than the cohort's.
+    """What happens to a client that pulls far harder than the cohort.
+
+    A client pulls by how long its update and its reports are, and by how many rows it states. Each
+    is compared with the cohort's median.
 
     Args:
-        times: how many times the median norm an update may be.
+        times: how many times the median norm an update or a report may be.
         action: ``"clip"`` it to that length, or ``"drop"`` the client for the round.
+        weight: how many times the median number of samples a client may count for; with more, it
+            counts as a client with so many: its samples, steps and update shrink alike. Its share
+            of a cohort of C is then at most weight / (weight + C / 2). None has no limit.
     """
 
     times: float = 5.0
     action: Literal["clip", "drop"] = "clip"
+    weight: float | None = 5.0
 
     def __post_init__(self) -> None:
         if not self.times >= 1:
             raise ValueError(f"times must be at least 1, got {self.times}")
         if self.action not in ("clip", "drop"):
             raise ValueError(f"action must be 'clip' or 'drop', got {self.action!r}")
+        if self.weight is not None and not self.weight >= 1:
+            raise ValueError(f"weight must be at least 1 or None, got {self.weight}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class Collector:
     Args:
         codec: how models are read.
         round: finished rounds when the cohort was asked.
-        plan: how it was told to train.
+        bounds: what a reply may say.
         weight_key: the metric that holds a client's number of samples.
         rules: how many client rules must report; 0 takes replies of any Flower client.
         stream: the weighting to average by at once, or None to store every model.
@@ -74,7 +86,7 @@ class Collector:
 
     codec: Codec
     round: int
-    plan: Plan
+    bounds: Bounds
     weight_key: str = "num-examples"
     rules: int = 0
     stream: Weighting | None = None
@@ -97,13 +109,21 @@ class Collector:
         """Whether a reply that was taken weighs something."""
         return any(each.weight > 0 for each in self._metadata)
 
-    def take(self, client: int, node: int, reply: Message) -> None:
-        """Check a reply and take it, or refuse it with the reason."""
+    def take(self, client: int, node: int, reply: Message, rows: int | None = None) -> None:
+        """Check a reply and take it, or refuse it with the reason.
+
+        Args:
+            client: whose reply it is.
+            node: which node was asked.
+            reply: what came.
+            rows: how many rows the client stated; None where it did not.
+        """
         if reply.metadata.src_node_id != node:
             raise Refused(f"it comes from node {reply.metadata.src_node_id}, node {node} was asked")
         if client in self.clients:
             raise Refused("it answers twice in one round")
-        metadata = self._read_metadata(client, the_record(reply.content, MetricRecord))
+        size = self.bounds.size(reply.content)
+        metadata = self._read_metadata(client, the_record(reply.content, MetricRecord), rows)
         model = "arrays" if "report" in reply.content else None  # a report lies beside it
         parts = self.codec.parts(the_record(reply.content, ArrayRecord, model))
         if self.stream is None:
@@ -111,7 +131,7 @@ class Collector:
             self._models.append((*self.codec.copied(parts), reports))
         else:
             self._add(parts, metadata.weight)
-        self.bytes_up += content_bytes(reply.content)
+        self.bytes_up += size
         self._metadata.append(metadata)
 
     def agreed(self) -> int:
@@ -135,6 +155,50 @@ class Collector:
             del self._models[i]
             del self._metadata[i]
         return clients
+
+    def outlying(self) -> list[tuple[int, str]]:
+        """Drop replies whose loss or report is far beyond the cohort's; return whose, and why.
+
+        A reply that was averaged as it came loses its loss alone.
+        """
+        found = {i: why for i, why in self._far_losses() + self._far_reports()}
+        named = [(self._metadata[i].client, why) for i, why in sorted(found.items())]
+        if self.stream is not None:
+            losses = torch.tensor([each.mean_loss for each in self._metadata], dtype=torch.float64)
+            usual = float(losses.nanmedian())
+            for i in found:
+                self._metadata[i] = replace(self._metadata[i], last_loss=usual, mean_loss=usual)
+            return named
+        for i in sorted(found, reverse=True):
+            del self._models[i]
+            del self._metadata[i]
+        return named
+
+    def _far_losses(self) -> list[tuple[int, str]]:
+        far = []
+        for name in ("last_loss", "mean_loss"):
+            losses = torch.tensor([getattr(e, name) for e in self._metadata], dtype=torch.float64)
+            usual = float(losses.abs().nanmedian()) if len(losses) >= 3 else math.inf
+            for i in torch.nonzero(losses.abs() > _FAR * (1 + usual))[:, 0].tolist():
+                what = f"its loss is {float(losses[i]):.3g}, the cohort's median {usual:.3g}"
+                far.append((i, what))
+        return far
+
+    def _far_reports(self) -> list[tuple[int, str]]:
+        if len(self._models) < 3:
+            return []
+        far = []
+        leaves = [dict(flatten(reports)) for _, _, reports in self._models]
+        for path in leaves[0]:
+            column = [each.get(path) for each in leaves]
+            norms = torch.tensor([_norm(value) for value in column], dtype=torch.float64)
+            if not bool((norms > 0).any()):
+                continue
+            usual = float(norms[norms > 0].median())
+            for i in torch.nonzero(norms > _FAR * usual)[:, 0].tolist():
+                what = f"its report {path} is {float(norms[i]) / usual:.3g} times the median norm"
+                far.append((i, what))
+        return far
 
     def finish(self, server: Tensor) -> Collected:
         """Return the replies in the order of client ids, as a matrix or as one mean; once only."""
@@ -184,7 +248,7 @@ class Collector:
         self._counted[0] += share
         self._counted[1] += weight
 
-    def _read_metadata(self, client: int, metrics: MetricRecord) -> ReplyMetadata:
+    def _read_metadata(self, client: int, metrics: MetricRecord, rows: int | None) -> ReplyMetadata:
         for key, expected in (("server-round", self.round + 1), ("partition-id", client)):
             if key in metrics and metrics[key] != expected:
                 raise Refused(f"it is for {key} {metrics[key]}, expected {expected}")
@@ -200,16 +264,17 @@ class Collector:
             last_loss = number(metrics, key)
         if abs(last_loss) > torch.finfo(self.codec.dtype).max:
             raise Refused(f"{key} is {last_loss}, beyond {self.codec.dtype}")
+        known = rows if self.weight_key == "num-examples" else None
+        weight = self.bounds.rows(metrics, self.weight_key, known)
+        steps = 1.0
         if own:
-            for key in ("lr-sum", "length"):  # updates are divided by them
-                if 0 < number(metrics, key, least=0) < 1e-12:
-                    raise Refused(f"{key} is {metrics[key]}, expected 0 or at least 1e-12")
+            steps = self.bounds.steps(metrics, weight if rows is None else rows)
         return ReplyMetadata(
             client=client,
-            weight=number(metrics, self.weight_key, least=0),
-            steps=number(metrics, "steps", least=0) if own else 1.0,
-            lr_sum=number(metrics, "lr-sum", least=0) if own else self.plan.lr,
-            effective_steps=number(metrics, "length", least=0) if own else 1.0,
+            weight=weight,
+            steps=steps,
+            lr_sum=self.bounds.lr_sum(metrics, steps) if own else self.bounds.plan.lr,
+            effective_steps=self.bounds.effective_steps(metrics, steps) if own else 1.0,
             last_loss=last_loss,
             mean_loss=mean_loss,
         )
@@ -235,21 +300,86 @@ def _shape(tree: Any) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def guarded(
-    replies: Replies, server: Tensor, guard: Guard
-) -> tuple[Replies, list[tuple[int, str]]]:
-    """Clip or drop updates that are far longer than the cohort's; say which, and how long."""
-    moves = replies.models - server
-    norms = moves.norm(dim=1)
-    limit = guard.times * norms.median()
-    far = norms > limit
-    if len(norms) < 3 or not bool(far.any()):
-        return replies, []
-    said = [
-        (int(client), f"its update is {float(norm / norms.median()):.3g} times the median norm")
-        for client, norm in zip(replies.clients[far], norms[far], strict=True)
+def _norm(value: Any) -> float:
+    """Return the length of a report's array; 0 for what has none."""
+    if not isinstance(value, Tensor):
+        return 0.0
+    return float(torch.linalg.vector_norm(value.double()))
+
+
+class Bounded(NamedTuple):
+    """Replies after the guard, and what it did to whom."""
+
+    replies: Replies
+    far: list[tuple[int, str]]  # clients whose update or report was too long
+    heavy: list[tuple[int, str]]  # clients that count for fewer samples than they state
+
+
+def guarded(replies: Replies, server: Tensor, guard: Guard) -> Bounded:
+    """Bound every client's samples, update and reports by the cohort's medians."""
+    if len(replies.clients) < 3:
+        return Bounded(replies, [], [])
+    replies, heavy = _weighed(replies, server, guard)
+    excess: dict[int, float] = {}  # by row: times the limit
+    moves = _clipped(replies.models - server, guard.times, excess)
+    said = {row: "its update" for row in excess}
+    reports = mapped(lambda leaf: _clipped(leaf, guard.times, excess), replies.reports)
+    if not excess:
+        return Bounded(replies, [], heavy)
+    far = [
+        (
+            int(replies.clients[row]),
+            f"{said.get(row, 'its report')} is {times} times the median norm",
+        )
+        for row, times in ((row, f"{guard.times * excess[row]:.3g}") for row in sorted(excess))
     ]
     if guard.action == "drop":
-        return replies.take(torch.nonzero(~far)[:, 0]), said
+        near = [row for row in range(len(replies.clients)) if row not in excess]
+        return Bounded(replies.take(torch.tensor(near, device=server.device)), far, heavy)
+    return Bounded(replace(replies, models=server + moves, reports=reports), far, heavy)
+
+
+def _weighed(
+    replies: Replies, server: Tensor, guard: Guard
+) -> tuple[Replies, list[tuple[int, str]]]:
+    counted = replies.weights[replies.weights > 0]
+    if guard.weight is None or not len(counted):
+        return replies, []
+    limit = guard.weight * counted.median()
+    heavy = replies.weights > limit
+    if not bool(heavy.any()):
+        return replies, []
+    said = [
+        (int(client), f"it states {float(rows):g} rows and counts for {float(limit):g}")
+        for client, rows in zip(replies.clients[heavy], replies.weights[heavy], strict=True)
+    ]
+    part = torch.where(heavy, limit / replies.weights, 1.0)
+    shorter = (replies.models - server) * part.to(server.dtype)[:, None]
+    bounded = replace(
+        replies,
+        models=torch.where(heavy[:, None], server + shorter, replies.models),
+        weights=replies.weights * part,
+        steps=replies.steps * part,
+        lr_sum=replies.lr_sum * part,
+        effective_steps=replies.effective_steps * part,
+    )
+    return bounded, said
+
+
+def _clipped(rows: Tensor, times: float, excess: dict[int, float]) -> Tensor:
+    """Return rows [C, ...] of which none is too long; note by how much some were."""
+    if not rows.is_floating_point():
+        return rows
+    norms = torch.linalg.vector_norm(rows.flatten(1), dim=1)
+    moved = norms[norms > 0]
+    if len(moved) < 3:
+        return rows
+    limit = times * moved.median()
+    far = norms > limit
+    if not bool(far.any()):
+        return rows
+    for row in torch.nonzero(far)[:, 0].tolist():
+        excess.setdefault(row, float(norms[row] / limit))
     scale = torch.where(far, limit / norms, torch.ones_like(norms))
-    return replace(replies, models=server + moves * scale[:, None]), said
+    clipped: Tensor = rows * scale.view(-1, *[1] * (rows.dim() - 1))
+    return clipped

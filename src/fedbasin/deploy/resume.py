@@ -27,6 +27,7 @@ from fedbasin.core.round import Server, summary_of
 from fedbasin.core.sink import Log
 from fedbasin.core.state import load, read, save, write
 from fedbasin.core.tree import Leaf
+from fedbasin.deploy.seats import Seats
 from fedbasin.deploy.settings import Records
 from fedbasin.sinks import sinks_of
 
@@ -90,6 +91,10 @@ class Journal:
         """Return where methods may store models of clients; None without a folder."""
         self._archive = None if self.folder is None else Archive(self.folder.archive)
         return self._archive
+
+    def seats(self) -> Seats:
+        """Return which node key holds which client's number."""
+        return Seats(None if self.folder is None else self.folder.path / "seats.toml")
 
     def sweep(self) -> None:
         """Delete the files that the method's state no longer needs."""

@@ -15,6 +15,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.record import Headline
 from fedbasin.core.round import Statistics
 from fedbasin.core.task import CLASSIFICATION, Task
+from fedbasin.deploy.bounds import MOST_ROWS
 from fedbasin.deploy.replies import Guard
 from fedbasin.sim import Federation
 from fedbasin.sinks import Target
@@ -91,15 +92,24 @@ class Handling:
     """How replies are waited for and taken.
 
     Args:
-        guard: what happens to updates that are far longer than the others.
+        guard: what happens to clients that pull far harder than the others.
         stream: whether to average replies as they arrive, where the method allows it; ``"auto"``
             does so for cohorts that would take more than 256 MiB.
         patience: seconds to wait for nodes that are needed.
+        most_rows: how many rows a client may state.
+        most_bytes: how many bytes a reply to a round may take; by default the model twice, and
+            four times for each client rule, which may report.
+        bind_keys: whether a client's number belongs to the first node key that claims it, also
+            after a restart (``seats.toml`` in the run folder). For federations whose nodes have
+            registered keys; a node without one has a new key at every start.
     """
 
     guard: Guard | None = None
     stream: bool | Literal["auto"] = "auto"
     patience: float = 600.0
+    most_rows: int = MOST_ROWS
+    most_bytes: int | None = None
+    bind_keys: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan
+from fedbasin.core.metric import Metric
 from fedbasin.core.needs import check_network, check_task
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
@@ -33,6 +34,7 @@ from fedbasin.core.round import (
     one_round,
 )
 from fedbasin.core.vectors import Weighting
+from fedbasin.deploy.bounds import Bounds, reply_bytes
 from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
@@ -82,6 +84,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     _clients: Clients
     _context: Context
     _setup: RoundSetup
+    _policy: Lenient
     _timeout: float
     _server: Server
     _round: Round
@@ -210,7 +213,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             collector=Collector(
                 self._codec,
                 request.sent.round,
-                request.plan,
+                self._bounds(request.plan),
                 self.weighted_by_key,
                 len(self.method.rules()),
                 self._streams(len(request.cohort)),
@@ -246,13 +249,19 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             guarded = gathered_of(collected, self._server.send, self.handling.guard)
             for client, why in guarded.far:
                 cohort.refuse(client, cohort.asked[client], why)
+            for client, why in guarded.heavy:
+                _log.warning("round %d: client %d: %s", server_round, client, why)
         gathered = guarded.gathered if guarded else None
         try:
             self._round.send(Returned(gathered, cohort.traffic()))
         except StopIteration as end:
             self._server, self._record = end.value
+        for client, why in self._policy.blamed:
+            cohort.refuse(client, cohort.asked[client], why)
+        self._record = replace(self._record, refused=cohort.refused)
         if guarded and not merge_refused(self._record):
-            self.journal.mark_merged(guarded.clients, server_round)
+            spoilt = {client for client, _ in self._policy.blamed}
+            self.journal.mark_merged(guarded.clients - spoilt, server_round)
         spent = self._record.seconds_merge
         _log.info("\t├──> Merged by %s in %.3f s", self.method, spent)
         loss = self._record.train_loss
@@ -260,6 +269,15 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         if loss is not None and math.isfinite(loss):
             metrics = MetricRecord({"train_loss": loss})
         return self._arrays(self._server.send), metrics
+
+    def _bounds(self, plan: Plan) -> Bounds:
+        """Return what replies to a round may say."""
+        most = self.handling.most_bytes
+        if most is None:
+            most = reply_bytes(self._codec.model_bytes, len(self.method.rules()))
+        context = self._context
+        rows = self.handling.most_rows
+        return Bounds(plan, context.batch, context.effective_steps, rows, most)
 
     def _probed(
         self, request: ProbeRequest, online: Mapping[int, int], arrays: ArrayRecord
@@ -296,7 +314,14 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Return the mean of what clients measured, weighted by their samples."""
-        return mean_metrics(replies, self.weighted_by_key)
+        task = self.server_side.known_task()
+        return mean_metrics(
+            replies,
+            self.weighted_by_key,
+            most_rows=self.handling.most_rows,
+            ratios=[name for name in task.metrics if _is_ratio(name)],
+            who=self._clients.who,
+        )
 
     def _begin(
         self, grid: Grid, arrays: ArrayRecord, rounds: int, train_config: ConfigRecord
@@ -324,9 +349,15 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             total=known.clients,
             before=self.journal.clients(),
             frozen=FrozenParts.of(self._codec),
+            classes=here.known_classes(),
+            most_rows=self.handling.most_rows,
+            seats=self.journal.seats() if self.handling.bind_keys else None,
         )
         self._clients.wait(max(self.min_available_nodes, 1))
-        counts = self._clients.class_counts() if counted == "plain" else None
+        guard = self.handling.guard
+        counts = None
+        if counted == "plain":
+            counts = self._clients.class_counts(None if guard is None else guard.weight)
         private = None
         if counted == "private":
             private = gather_private(self._clients, self.key, here.known_classes())
@@ -342,12 +373,13 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             archive=self.journal.open_archive(),
             net=here.net,
         )
+        self._policy = Lenient()
         self._setup = RoundSetup(
             method=self.method,
             context=self._context,
             schedule=here.schedule or _constant(train_config),
             key=self.key,
-            policy=Lenient(),
+            policy=self._policy,
             scoring=Scoring(rounds, here.evaluator),
             statistics=here.statistics,
         )
@@ -416,3 +448,9 @@ def _constant(train_config: ConfigRecord) -> Callable[[int], Plan]:
     lr = train_config.get("lr", 0.0)
     plan = Plan(float(lr) if isinstance(lr, int | float) else 0.0, 1)
     return lambda round: plan
+
+
+def _is_ratio(metric: str) -> bool:
+    """Whether a metric is from 0 to 1, shown in percent."""
+    known: Metric = parse(metric, "metric")
+    return known.unit == "%"

@@ -33,7 +33,7 @@ SKELETON = "skeleton"  # the key under which a tree's shape travels
 _STATISTICS = ("running_mean", "running_var")  # what BatchNorm calls its float buffers
 _DEEPEST = 8  # levels of a skeleton
 _LONGEST = 1 << 16  # characters of a skeleton
-_LARGEST = 1e15  # the squares of 10^8 such numbers add up in float32
+LARGEST = 1e15  # the squares of 10^8 such numbers add up in float32
 _MOST_AXES = 32  # of an array
 _MOST = 2.0**53  # of anything counted: beyond, sums are no longer whole numbers, or overflow
 
@@ -186,6 +186,12 @@ class Codec:
     def vector_bytes(self) -> int:
         """How many bytes one vector [P] takes."""
         return self.layout.size * self.dtype.itemsize
+
+    @property
+    def model_bytes(self) -> int:
+        """How many bytes a whole model takes, with statistics and what never changes."""
+        fixed = sum(len(array.data) for array in self.fixed.values())
+        return self.vector_bytes + self.statistics.size * self.dtype.itemsize + fixed
 
     def zeros(self) -> tuple[Tensor, Tensor]:
         """Return new zero vectors [P] and [Q]."""
@@ -353,14 +359,14 @@ def check_values(values: np.ndarray, name: str) -> None:
     """Refuse what is not finite, or would not be in a sum of squares, which many methods form."""
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
-        if float(flat @ flat) <= _LARGEST**2:  # the usual case, in one pass
+        if float(flat @ flat) <= LARGEST**2:  # the usual case, in one pass
             return
     low = float(values.min())
     high = float(values.max())
     if not (math.isfinite(low) and math.isfinite(high)):
         raise Refused(f"{name} holds NaN or Inf")
-    if max(high, -low) > _LARGEST:
-        raise Refused(f"{name} holds values beyond {_LARGEST:g}")
+    if max(high, -low) > LARGEST:
+        raise Refused(f"{name} holds values beyond {LARGEST:g}")
 
 
 def _value_bytes(value: Any) -> int:

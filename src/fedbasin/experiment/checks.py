@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 
 from fedbasin import data
 from fedbasin.core.catalogue import needs_of
-from fedbasin.core.expressions import parse
+from fedbasin.core.expressions import Choice, load_module, no_imports, parse
 from fedbasin.core.method import Method
 from fedbasin.core.metric import GroupMetric, MetricError, metrics_of
 from fedbasin.core.needs import NeedError, check_task
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Setting
 from fedbasin.core.task import Task
-from fedbasin.experiment.config import ConfigError, Experiment, LocalConfig
+from fedbasin.experiment.config import ConfigError, Experiment, LocalConfig, read_experiment
 from fedbasin.experiment.training import optimiser_of
 from fedbasin.local import SGD
 from fedbasin.local.optimisers import check_plain_steps
@@ -101,3 +102,20 @@ def _warn_of_wide_targets(experiment: Experiment, population: Population) -> Non
             spread,
             experiment.local.lr,
         )
+
+
+def check_imports(config: Path) -> None:
+    """Refuse a run's settings that name modules of others: these would be imported and run."""
+    why = "if you know where the run comes from, give --trust"
+    with no_imports(why):
+        experiment = read_experiment(config)
+        _check_models(parse(experiment.model, "model"))
+
+
+def _check_models(choice: object) -> None:
+    if not isinstance(choice, Choice):
+        return
+    for name, value in choice.arguments:
+        if choice.name == "custom" and name == "path":
+            load_module(str(value).partition(":")[0])
+        _check_models(value)

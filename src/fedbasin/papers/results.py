@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from fedbasin import data
-from fedbasin.core.lock import take
+from fedbasin.core.lock import waiting_for
 from fedbasin.core.reading import Reader
 from fedbasin.core.record import RoundRecord, RunFolder, rounds_to_target
 from fedbasin.data.sources import SOURCES
@@ -154,8 +154,8 @@ def append(path: Path, result: Result) -> None:
     A last line that a crash cut short is dropped: its run is over, so it is written again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        take(file.fileno(), patient=True)  # another command may be adding its line
+    # Another command may be adding its line.
+    with waiting_for(path.with_name(path.name + ".lock")), path.open("a+b") as file:
         file.seek(0)
         written = file.read()
         whole = written[: written.rfind(b"\n") + 1]

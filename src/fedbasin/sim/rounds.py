@@ -22,6 +22,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import Key
 from fedbasin.core.round import (
+    Attempt,
     BufferPolicy,
     Gathered,
     Merged,
@@ -58,7 +59,7 @@ class Diverged(RuntimeError):
 class Strict:
     """The policy of a simulation: a reply that is not finite ends the run."""
 
-    def merge(self, server: Server, replies: Replies, attempt: Callable[[], Merged]) -> Merged:
+    def merge(self, server: Server, replies: Replies, attempt: Attempt) -> Merged:
         """Check the replies, then merge them."""
         try:
             replies.check(server.send)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbasin.core.lock import take
+from fedbasin.core.lock import waiting_for
 from fedbasin.core.record import RoundRecord, read_object, write_atomically
 from fedbasin.core.sink import RunStart, Sink
 
@@ -106,8 +106,7 @@ def _new_run(client: MlflowClient, run: RunStart) -> str:
 
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedbasin")
     # Two processes of a comparison that begin at once would each make an experiment of that name.
-    with (run.root / "mlflow.lock").open("a") as file:
-        take(file.fileno(), patient=True)
+    with waiting_for(run.root / "mlflow.lock"):
         experiment = _experiment(client, name)
     made: str = client.create_run(experiment, run_name=run.name).info.run_id
     params = [Param(_allowed(name), str(value)) for name, value in run.settings.items()]
