@@ -19,11 +19,10 @@ from torch import Tensor
 
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.method import Context, Method, Plan, Probe, Proxy, Replies, Served
-from fedbasin.core.protocols import needs_gradients
+from fedbasin.core.protocols import merge_statistics, needs_gradients
 from fedbasin.core.record import Headline, RoundRecord, scores_of
 from fedbasin.core.rng import Key
 from fedbasin.core.tree import flatten
-from fedbasin.core.vectors import shares, weighted_mean
 
 BufferPolicy = Literal["mean", "keep", "recalibrate"]
 _REFUSED = "merge_refused"  # the note of a round whose replies made no model
@@ -146,16 +145,16 @@ class Statistics:
         if self.policy == "recalibrate" and self.recalibrate is None:
             raise ValueError("buffers='recalibrate' needs recalibrate=, a function of a model")
 
-    def merged(self, before: Tensor, gathered: Gathered) -> Tensor:
+    def merged(
+        self, before: Tensor, gathered: Gathered, method: Method, context: Context
+    ) -> Tensor:
         """Return the statistics that go with the merged model, before any recalibration."""
         if self.policy == "keep" or not before.numel():
             return before
-        rows = gathered.buffers
-        weights = gathered.replies.weights
+        replies = replace(gathered.replies, models=gathered.buffers, reports=())
         if gathered.trusted is not None:
-            rows = rows[gathered.trusted]
-            weights = weights[gathered.trusted]
-        return weighted_mean(rows, shares(weights))
+            replies = replies.take(gathered.trusted)
+        return merge_statistics(method, before, replies, context)
 
     def renewed(self, model: Tensor, buffers: Tensor) -> Tensor:
         """Return the statistics of the scored model."""
@@ -282,7 +281,7 @@ def _merge(
     began = time.perf_counter()
 
     def attempt() -> Merged:
-        buffers = setup.statistics.merged(server.buffers, gathered)
+        buffers = setup.statistics.merged(server.buffers, gathered, setup.method, context)
         known = context
         if isinstance(context.proxy, WithStatistics):
             known = replace(context, proxy=context.proxy.with_buffers(buffers))

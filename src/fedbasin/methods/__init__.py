@@ -2,6 +2,9 @@
 
 from fedbasin.methods.adabest import AdaBest as AdaBest
 from fedbasin.methods.balancefl import BalanceFL as BalanceFL
+from fedbasin.methods.bucketing import Bucketing as Bucketing
+from fedbasin.methods.bulyan import Bulyan as Bulyan
+from fedbasin.methods.centered_clipping import CenteredClipping as CenteredClipping
 from fedbasin.methods.creff import CReFF as CReFF
 from fedbasin.methods.fedacg import FedACG as FedACG
 from fedbasin.methods.fedadagrad import FedAdagrad as FedAdagrad
@@ -31,11 +34,16 @@ from fedbasin.methods.fedwcm import FedWCM as FedWCM
 from fedbasin.methods.fedyogi import FedYogi as FedYogi
 from fedbasin.methods.gamf import GAMF as GAMF
 from fedbasin.methods.ima import IMA as IMA
+from fedbasin.methods.krum import Krum as Krum
 from fedbasin.methods.ldawa import LDAWA as LDAWA
+from fedbasin.methods.median import Median as Median
 from fedbasin.methods.mime import Mime as Mime
 from fedbasin.methods.mimelite import MimeLite as MimeLite
 from fedbasin.methods.mofedsam import MoFedSAM as MoFedSAM
+from fedbasin.methods.norm_bound import NormBound as NormBound
+from fedbasin.methods.rfa import RFA as RFA
 from fedbasin.methods.scaffold import Scaffold as Scaffold
 from fedbasin.methods.serverft import ServerFT as ServerFT
 from fedbasin.methods.swa import SWA as SWA
+from fedbasin.methods.trimmed_mean import TrimmedMean as TrimmedMean
 from fedbasin.methods.wima import WIMA as WIMA
