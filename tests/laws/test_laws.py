@@ -55,6 +55,8 @@ rfa(iterations=10, nu=1e-05, weighting='uniform')
 trimmed_mean(hostile=0.2)
 balancefl(noise=True, distil=1.0, temperature=2.0, entropy=0.002, weighting='samples')
 creff(features=100, match=100, match_lr=0.1, epochs=300, lr=0.01, batch=32, weighting='samples')
+dp(fedavg(weighting='uniform'), clip=1.0, noise=1.0, adaptive=False, quantile=0.5, delta=1e-05)
+dp(noise_by='server')
 fedacg(momentum=0.85, beta=0.01, weighting='uniform')
 fedadagrad(fedavg, lr=0.1, beta1=0.0, tau=0.001, first='tau')
 fedadam(fedavg, lr=0.01, beta1=0.9, beta2=0.99, tau=0.001, first='tau', restart=1.0)
@@ -137,7 +139,8 @@ def test_methods_of_the_mean_alone_stream_and_others_do_not(card):
     """Around FedAvg, a wrapper that takes no look at the replies streams too."""
     method = card.make()
     base = method.base if isinstance(method, Wrapper) else method
-    looks = {"fedbe", "feddf", "fedexp", "fedgma", "fedma", "gamf", "bucketing", "norm_bound"}
+    looks = {"fedbe", "feddf", "fedexp", "fedgma", "fedma", "gamf"}
+    looks |= {"bucketing", "dp", "norm_bound"}
     streams = card_of(base).name in MEAN_ALONE and card.name not in looks
     assert method.streams() == (base.weighting if streams else None)
 

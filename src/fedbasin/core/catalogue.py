@@ -24,6 +24,7 @@ Kind = Literal[
     "model",
     "schedule",
     "participation",
+    "attack",
 ]
 T = TypeVar("T", bound=Callable[..., Any])
 _MISSING = inspect.Parameter.empty

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedbasin.core.method import Context, Method, Replies, Wrapped, Wrapper
+from fedbasin.core.method import Averaging, Context, Method, Replies, Wrapped, Wrapper
 from fedbasin.core.vectors import shares, weighted_mean
 
 
@@ -44,6 +44,13 @@ class MergesStatistics(ABC):
         """
 
 
+class Private:
+    """A wrapper after which the cohort's update is private, also where the cohort is empty.
+
+    What is around it must not look at the replies: `check_private` refuses such wrappers.
+    """
+
+
 class StartsLate(ABC):
     """A method that equals a plainer one in its first rounds."""
 
@@ -70,6 +77,42 @@ def merge_statistics(method: Method, before: Tensor, replies: Replies, context: 
         if isinstance(layer, MergesStatistics):
             return layer.merge_statistics(before, replies, context)
     return weighted_mean(replies.models, shares(replies.weights))
+
+
+def is_private(method: Method) -> bool:
+    """Whether the method, or one inside its wrappers, makes the cohort's update private."""
+    return any(isinstance(layer, Private) for layer in _layers(method))
+
+
+def check_private(method: Method, statistics: bool) -> None:
+    """Refuse what would show single clients' data in spite of a private method.
+
+    Args:
+        method: what is to run.
+        statistics: whether the clients' BatchNorm statistics are merged.
+    """
+    if not is_private(method):
+        return
+    if statistics:
+        raise ValueError(
+            f"{method} does not protect BatchNorm statistics: take a network with norm='group', or "
+            "sim.buffers = 'keep'"
+        )
+    for layer in _layers(method):
+        if isinstance(layer, Private):
+            return
+        plain = replace(layer, inner=_UniformMean())  # type: ignore[type-var]
+        if plain.streams() is None:
+            raise ValueError(
+                f"{method}: {type(layer).__name__} looks at the clients' replies, which are private "
+                "only inside dp; leave it out, or put dp around a method of the mean alone"
+            )
+
+
+class _UniformMean(Averaging):
+    """Stands for a method of the uniform mean, to ask wrappers whether they look at replies."""
+
+    weighting = "uniform"
 
 
 def score_counts(method: Method, counts: Tensor, total: Tensor) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.method import Context, Method, Plan, Probe, Proxy, Replies, Served
-from fedbasin.core.protocols import merge_statistics, needs_gradients
+from fedbasin.core.protocols import is_private, merge_statistics, needs_gradients
 from fedbasin.core.record import Headline, RoundRecord, scores_of
 from fedbasin.core.rng import Key
 from fedbasin.core.tree import flatten
@@ -277,7 +277,9 @@ def _merge(
     """Return the server after the round, and the record with what the merge says."""
     after = replace(server, round=server.round + 1)
     if gathered is None:
-        return after, record
+        if not is_private(setup.method):
+            return after, record
+        gathered = _nothing(server)
     began = time.perf_counter()
 
     def attempt() -> Merged:
@@ -288,7 +290,8 @@ def _merge(
         served, state = setup.method.aggregate(server.state, server.send, gathered.replies, known)
         return Merged(served, state, buffers)
 
-    merged = setup.policy.merge(server, gathered.replies, attempt)
+    nobody = not len(gathered.replies.clients)  # a private method adds its noise all the same
+    merged = attempt() if nobody else setup.policy.merge(server, gathered.replies, attempt)
     if merged is None:
         record = replace(record, train_loss=float(gathered.train_loss), notes={_REFUSED: 1.0})
         return after, replace(record, seconds_merge=time.perf_counter() - began)
@@ -306,6 +309,21 @@ def _merge(
         seconds_merge=time.perf_counter() - began,
     )
     return after, record
+
+
+def _nothing(server: Server) -> Gathered:
+    """Return what a cohort without clients sends."""
+    none = server.send.new_zeros(0, dtype=torch.float64)
+    replies = Replies(
+        models=server.send.new_zeros(0, server.send.numel()),
+        weights=none,
+        clients=none.long(),
+        steps=none,
+        lr_sum=none,
+        effective_steps=none,
+        last_loss=none,
+    )
+    return Gathered(replies, server.buffers.new_zeros(0, server.buffers.numel()), [], none.sum())
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

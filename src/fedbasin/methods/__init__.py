@@ -6,6 +6,7 @@ from fedbasin.methods.bucketing import Bucketing as Bucketing
 from fedbasin.methods.bulyan import Bulyan as Bulyan
 from fedbasin.methods.centered_clipping import CenteredClipping as CenteredClipping
 from fedbasin.methods.creff import CReFF as CReFF
+from fedbasin.methods.dp import DP as DP
 from fedbasin.methods.fedacg import FedACG as FedACG
 from fedbasin.methods.fedadagrad import FedAdagrad as FedAdagrad
 from fedbasin.methods.fedadam import FedAdam as FedAdam
