@@ -1,7 +1,7 @@
 """A method of your own: the coordinate-wise median of the clients' models.
 
     python examples/new_method.py
-    cd examples && fedbasin compare fedavg new_method.median --preset demo
+    cd examples && fedbasin compare fedavg new_method.my_median --preset demo
 
 Copy this to ``src/fedbasin/methods/`` to make it part of the house. The laws that every method
 obeys are checked first; the one it cannot obey is named on its card, with the reason.
@@ -19,12 +19,13 @@ from fedbasin.testing import check_method
 
 @entry(
     "method",
+    name="my_median",
     paper="Yin et al., ICML 2018",
     url="https://arxiv.org/abs/1803.01498",
     is_fedavg_when="never: a median is not a mean",
 )
 @dataclass(frozen=True)
-class Median(Method):
+class MyMedian(Method):
     """Coordinate-wise median: w+ = median_i y_i, over clients that hold data."""
 
     def aggregate(self, state, server, replies, context):
@@ -33,11 +34,11 @@ class Median(Method):
         return Served(send=middle, score=middle), state
 
 
-def main(out="runs/median", rounds=30):
+def main(out="runs/my_median", rounds=30):
     """Check the laws, then train."""
-    check_method(Median())
-    summary = run(Experiment(method="median", model="mlp(widths=(64,))", rounds=rounds), out)
-    print(f"median: {100 * summary['accuracy_mean_last10']:.2f} %")
+    check_method(MyMedian())
+    summary = run(Experiment(method="my_median", model="mlp(widths=(64,))", rounds=rounds), out)
+    print(f"my_median: {100 * summary['accuracy_mean_last10']:.2f} %")
     return summary
 
 

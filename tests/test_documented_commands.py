@@ -75,10 +75,10 @@ def test_a_documented_command_that_only_shows_something_shows_it(words, tmp_path
 
 
 def test_a_method_of_one_s_own_has_a_card(examples):
-    shown = CliRunner().invoke(app, ["methods", "new_method.median"], catch_exceptions=False)
+    shown = CliRunner().invoke(app, ["methods", "new_method.my_median"], catch_exceptions=False)
     assert shown.exit_code == 0 and "Coordinate-wise median" in shown.output
     with pytest.raises(ValueError, match="is an expression; give the name of one method"):
-        CliRunner().invoke(app, ["methods", "ima(new_method.median)"], catch_exceptions=False)
+        CliRunner().invoke(app, ["methods", "ima(new_method.my_median)"], catch_exceptions=False)
 
 
 def test_the_documents_have_commands():

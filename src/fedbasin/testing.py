@@ -59,6 +59,7 @@ from fedbasin.methods.fedavg import FedAvg
 from fedbasin.models.symmetries import permutations
 from fedbasin.sim import Federation, LoopExecutor, Population
 from fedbasin.sim.cohort import CohortExecutor
+from fedbasin.sim.participation import sampling_of
 from fedbasin.sim.rounds import Diverged
 
 _FEW_NUMBERS = 64  # bytes of scalars that travel beside models
@@ -176,6 +177,7 @@ def toy_federation(
             class_counts=population.class_counts(toy.classes),
             net=net,
             permutations=None if module else _toy_permutations(*toy.widths),
+            sampling=sampling_of(parse(participation, "participation"), np.arange(6), key),
         ),
         schedule=lambda round: Plan(0.3 * 0.9**round, 2),
         participation=parse(participation, "participation"),

@@ -180,10 +180,10 @@ def test_a_method_of_one_s_own_is_compared_and_resumed_by_its_module(tmp_path):
     (tmp_path / "mine.py").write_text(example.read_text())
     python = [sys.executable, "-P", "-m", "fedbasin"]  # which looks for modules as a command does
     settings = ["--preset", "demo", "--seeds", "0", "--set", "rounds=2", "--jobs", "2"]
-    command = ["compare", "fedavg", "mine.median", *settings, "--out", "c"]
+    command = ["compare", "fedavg", "mine.my_median", *settings, "--out", "c"]
     done = subprocess.run([*python, *command], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "mine.median" in done.stdout, done.stderr
-    (folder,) = (tmp_path / "c").glob("mine.median*/seed0")
+    assert done.returncode == 0 and "mine.my_median" in done.stdout, done.stderr
+    (folder,) = (tmp_path / "c").glob("mine.my_median*/seed0")
     model = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").unlink()  # not finished
     done = subprocess.run([*python, "resume", folder], cwd=tmp_path, capture_output=True, text=True)

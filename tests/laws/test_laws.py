@@ -46,8 +46,17 @@ def test_exemptions_name_laws_that_exist():
 
 SETTINGS = """
 adabest(mu=0.02, beta=0.8, score='mean', weighting='uniform')
+bucketing(fedavg, size=2)
+bulyan(hostile=0.1)
+centered_clipping(tau=0.1, iterations=1)
+krum(hostile=0.2, keep=0)
+norm_bound(fedavg, times=1.0, bound=0.0, claims=5.0, action='clip')
+rfa(iterations=10, nu=1e-05, weighting='uniform')
+trimmed_mean(hostile=0.2)
 balancefl(noise=True, distil=1.0, temperature=2.0, entropy=0.002, weighting='samples')
 creff(features=100, match=100, match_lr=0.1, epochs=300, lr=0.01, batch=32, weighting='samples')
+dp(fedavg(weighting='uniform'), clip=1.0, noise=1.0, adaptive=False, quantile=0.5, delta=1e-05)
+dp(noise_by='server')
 fedacg(momentum=0.85, beta=0.01, weighting='uniform')
 fedadagrad(fedavg, lr=0.1, beta1=0.0, tau=0.001, first='tau')
 fedadam(fedavg, lr=0.01, beta1=0.9, beta2=0.99, tau=0.001, first='tau', restart=1.0)
@@ -131,6 +140,7 @@ def test_methods_of_the_mean_alone_stream_and_others_do_not(card):
     method = card.make()
     base = method.base if isinstance(method, Wrapper) else method
     looks = {"fedbe", "feddf", "fedexp", "fedgma", "fedma", "gamf"}
+    looks |= {"bucketing", "dp", "norm_bound"}
     streams = card_of(base).name in MEAN_ALONE and card.name not in looks
     assert method.streams() == (base.weighting if streams else None)
 

@@ -16,7 +16,7 @@ from fedbasin import Experiment, run
 from fedbasin.core.catalogue import CATALOGUE, cards
 from fedbasin.core.expressions import text
 from fedbasin.core.method import Plan, Wrapper
-from fedbasin.core.protocols import shared_prefix, state_from_prefix
+from fedbasin.core.protocols import Private, shared_prefix, state_from_prefix
 from fedbasin.core.record import RunFolder
 from fedbasin.core.state import load, same, save
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
@@ -80,16 +80,33 @@ def check_resuming(method, file):
         assert same(after, whole[after.round - 1]), f"{text(method)} resumes to another model"
 
 
+def private(wrapper, inner):
+    """Whether a wrapper takes methods of the uniform mean alone; then it must refuse this one."""
+    if not issubclass(CATALOGUE[wrapper].make, Private):
+        return False
+    with pytest.raises(ValueError, match=r"sample counts|single replies"):
+        quick(wrapper, inner=inner)
+    return True
+
+
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapper_over_a_base(wrapper, base, tmp_path):
-    method = quick(wrapper, inner=quick(base))
+    if issubclass(CATALOGUE[wrapper].make, Private) and quick(base).streams() == "samples":
+        assert private(wrapper, quick(base))
+        inner = quick(base, weighting="uniform")
+    else:
+        inner = quick(base)
+        if inner.streams() != "uniform" and private(wrapper, inner):
+            return
+    method = quick(wrapper, inner=inner)
     check_resuming(method, tmp_path / "state.safetensors")
     neutral = CATALOGUE[wrapper].is_fedavg_when
     if isinstance(neutral, str):
         return
     ours = servers(federation(replace(method, **neutral)))
-    for mine, theirs in zip(ours, inner_alone(base), strict=True):
+    alone = inner_alone(base) if inner == quick(base) else servers(federation(inner))
+    for mine, theirs in zip(ours, alone, strict=True):
         torch.testing.assert_close(mine.send, theirs.send, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(mine.score, theirs.score, rtol=1e-9, atol=1e-11)
 
@@ -98,6 +115,8 @@ def test_a_wrapper_over_a_base(wrapper, base, tmp_path):
 def test_a_wrapper_over_a_wrapper(place, tmp_path):
     """Each wrapper around the next one of the catalogue, and that around a base with memory."""
     outer, inner = WRAPPERS[place], WRAPPERS[(place + 1) % len(WRAPPERS)]
+    if private(outer, quick("scaffold")) or private(inner, quick("scaffold")):
+        return
     method = quick(outer, inner=quick(inner, inner=quick("scaffold")))
     check_resuming(method, tmp_path / "state.safetensors")
     assert method.base == quick("scaffold")
@@ -105,6 +124,8 @@ def test_a_wrapper_over_a_wrapper(place, tmp_path):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapper_leaves_the_notes_of_its_base_in_the_record(wrapper):
+    if private(wrapper, quick("fedwcm")):
+        return
     made = federation(quick(wrapper, inner=quick("fedwcm")))
     for _, record in made.rounds_from(*made.begin()):
         assert {"alpha", "imbalance"} <= set(record.notes)
@@ -145,8 +166,9 @@ def test_late_averaging_goes_on_from_any_base(base):
 
 @pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "ima"])
 def test_a_wrapper_around_late_averaging_goes_on_from_the_wrapper_alone(wrapper):
-    plain = quick(wrapper, inner=quick("fedavg"))
-    check_growing(quick(wrapper, inner=quick("ima", **LATE)), plain)
+    base = quick("fedavg", weighting="uniform")
+    plain = quick(wrapper, inner=base)
+    check_growing(quick(wrapper, inner=quick("ima", inner=base, **LATE)), plain)
 
 
 @pytest.mark.parametrize("optimiser", ["fedadam", "fedyogi"])
@@ -180,7 +202,10 @@ DIGITS = Experiment(
 @pytest.mark.parametrize("base", ["fedavg", "scaffold"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapper_runs_on_digits(wrapper, base, tmp_path):
-    method = quick(wrapper, inner=quick(base))
+    base = quick(base, weighting="uniform")
+    if base.streams() is None and private(wrapper, base):
+        return
+    method = quick(wrapper, inner=base)
     summary = run(replace(DIGITS, method=text(method)), tmp_path / "run")
     assert summary["status"] == "finished" and summary["method"] == text(method)
     records = RunFolder(tmp_path / "run").read_rounds()

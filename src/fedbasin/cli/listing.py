@@ -14,7 +14,7 @@ from fedbasin.core.expressions import parse, text, title
 from fedbasin.core.needs import missing_of
 
 # What is listed beside methods.
-_BESIDE: tuple[Kind, ...] = ("rule", "optimiser", "schedule", "task", "metric")
+_BESIDE: tuple[Kind, ...] = ("rule", "optimiser", "schedule", "task", "metric", "attack")
 
 
 def cards_table() -> Table:
@@ -31,7 +31,8 @@ def cards_table() -> Table:
         f"optimisers of clients, local.optimiser: {named['optimiser']}\n"
         f"schedules, local.schedule: {named['schedule']}\n"
         f"tasks, task: {named['task']}\n"
-        f"metrics, sim.metrics: {named['metric']}"
+        f"metrics, sim.metrics: {named['metric']}\n"
+        f"attacks of hostile clients, attack: {named['attack']}"
     )
     return table
 
@@ -78,6 +79,7 @@ def _beside_text(card: Card) -> str:
         "schedule": ("a schedule of the learning rate", f'local.schedule = "{call}"'),
         "task": ("a task", f'task = "{call}"'),
         "metric": ("a metric", f'sim.metrics = ["{call}"], beside those of the task'),
+        "attack": ("an attack", f'attack = "{call}", with partition.hostile = 0.2'),
     }[card.kind]
     lines = [f"{card.name}, {what}: {inspect.getdoc(card.make)}", "", f"use        {use}"]
     lines += [f"{name:<10} {value}" for name, value in _facts(card).items()]
@@ -146,6 +148,8 @@ def cards_markdown() -> str:
     lines += [f"- `{card.name}`: {card.summary}" for card in cards("task")]
     lines += ["", "Metrics, `sim.metrics` (what is better, and the unit):", ""]
     lines += [f"- `{card.name}` ({_better(card)}): {card.summary}" for card in cards("metric")]
+    lines += ["", "Attacks of hostile clients, `attack` ([trust](methods/trust.md)):", ""]
+    lines += [f"- `{card.name}`: {card.summary}" for card in cards("attack")]
     return "\n".join(lines) + "\n"
 
 

@@ -27,6 +27,7 @@ Kind = Literal[
     "schedule",
     "participation",
     "personalisation",
+    "attack",
 ]
 T = TypeVar("T", bound=Callable[..., Any])
 _MISSING = inspect.Parameter.empty

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -87,6 +87,14 @@ class PrivateCounts:
     rows: Tensor  # [N] how many rows each holds
 
 
+class Sampling(NamedTuple):
+    """How cohorts are drawn, for methods whose guarantee depends on it."""
+
+    kind: Literal["poisson", "fixed", "other"]  # each on its own; so many of all; anything else
+    expected: float  # mean size of a cohort, M
+    clients: int  # of how many they are drawn
+
+
 _NEEDED = {  # what is missing, and how a run provides it
     "proxy": "labelled rows on the server: set data.proxy_per_class or data.proxy_rows",
     "class_counts": "the clients' class counts: take data with classes",
@@ -119,6 +127,8 @@ class Context:
         net: the network as a function of vectors, for methods that run its head.
         probe: this cohort's gradients, for methods that ask for them before training.
         permutations: which units may change places, for methods that match neurons.
+        sampling: how cohorts are drawn; None where it is not known.
+        secret: entropy that clients do not know, for noise; 0 in a simulation.
     """
 
     layout: Layout
@@ -138,6 +148,8 @@ class Context:
     net: Net | None = None
     probe: Probe | None = None
     permutations: tuple[Group, ...] | None = None
+    sampling: Sampling | None = None
+    secret: int = 0
 
     def at(self, round: int, lr: float, plan: Plan | None = None) -> Context:
         """Return the context of one round."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fedbasin.core.method import Context, Method, Wrapped, Wrapper
+from fedbasin.core.method import Averaging, Context, Method, Replies, Wrapped, Wrapper
+from fedbasin.core.vectors import shares, weighted_mean
 
 
 class NeedsGradients:
@@ -26,6 +27,28 @@ class ScoresCounts(ABC):
     @abstractmethod
     def score_counts(self, counts: Tensor, total: Tensor) -> float:
         """Return the number that a client tells, from its counts and all clients' [classes]."""
+
+
+class MergesStatistics(ABC):
+    """A method that merges the clients' BatchNorm statistics by a rule of its own."""
+
+    @abstractmethod
+    def merge_statistics(self, before: Tensor, replies: Replies, context: Context) -> Tensor:
+        """Return the statistics [Q] after the round.
+
+        Args:
+            before: the statistics that were sent [Q].
+            replies: the replies, with the clients' statistics [C, Q] in the place of `models` and
+                without reports.
+            context: what surrounds the round.
+        """
+
+
+class Private:
+    """A wrapper after which the cohort's update is private, also where the cohort is empty.
+
+    What is around it must not look at the replies: `check_private` refuses such wrappers.
+    """
 
 
 class StartsLate(ABC):
@@ -43,6 +66,53 @@ class StartsLate(ABC):
 def needs_gradients(method: Method) -> bool:
     """Whether the method, or one inside its wrappers, needs the cohort's gradients."""
     return any(isinstance(layer, NeedsGradients) for layer in _layers(method))
+
+
+def merge_statistics(method: Method, before: Tensor, replies: Replies, context: Context) -> Tensor:
+    """Merge the clients' statistics, `replies.models`, as the method says; by default their mean.
+
+    The outermost wrapper that has a rule goes first; it calls this for what is inside it.
+    """
+    for layer in _layers(method):
+        if isinstance(layer, MergesStatistics):
+            return layer.merge_statistics(before, replies, context)
+    return weighted_mean(replies.models, shares(replies.weights))
+
+
+def is_private(method: Method) -> bool:
+    """Whether the method, or one inside its wrappers, makes the cohort's update private."""
+    return any(isinstance(layer, Private) for layer in _layers(method))
+
+
+def check_private(method: Method, statistics: bool) -> None:
+    """Refuse what would show single clients' data in spite of a private method.
+
+    Args:
+        method: what is to run.
+        statistics: whether the clients' BatchNorm statistics are merged.
+    """
+    if not is_private(method):
+        return
+    if statistics:
+        raise ValueError(
+            f"{method} does not protect BatchNorm statistics: take a network with norm='group', or "
+            "sim.buffers = 'keep'"
+        )
+    for layer in _layers(method):
+        if isinstance(layer, Private):
+            return
+        plain = replace(layer, inner=_UniformMean())  # type: ignore[type-var]
+        if plain.streams() is None:
+            raise ValueError(
+                f"{method}: {type(layer).__name__} looks at the clients' replies, which are private "
+                "only inside dp; leave it out, or put dp around a method of the mean alone"
+            )
+
+
+class _UniformMean(Averaging):
+    """Stands for a method of the uniform mean, to ask wrappers whether they look at replies."""
+
+    weighting = "uniform"
 
 
 def score_counts(method: Method, counts: Tensor, total: Tensor) -> float:

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.method import Context, Method, Plan, Probe, Proxy, Replies, Served
-from fedbasin.core.protocols import needs_gradients
+from fedbasin.core.protocols import is_private, merge_statistics, needs_gradients
 from fedbasin.core.record import Headline, RoundRecord, scores_of
 from fedbasin.core.rng import Key
 from fedbasin.core.tree import flatten
-from fedbasin.core.vectors import shares, weighted_mean
 
 BufferPolicy = Literal["mean", "keep", "recalibrate"]
 _REFUSED = "merge_refused"  # the note of a round whose replies made no model
@@ -159,16 +158,16 @@ class Statistics:
         if self.policy == "recalibrate" and self.recalibrate is None:
             raise ValueError("buffers='recalibrate' needs recalibrate=, a function of a model")
 
-    def merged(self, before: Tensor, gathered: Gathered) -> Tensor:
+    def merged(
+        self, before: Tensor, gathered: Gathered, method: Method, context: Context
+    ) -> Tensor:
         """Return the statistics that go with the merged model, before any recalibration."""
         if self.policy == "keep" or not before.numel():
             return before
-        rows = gathered.buffers
-        weights = gathered.replies.weights
+        replies = replace(gathered.replies, models=gathered.buffers, reports=())
         if gathered.trusted is not None:
-            rows = rows[gathered.trusted]
-            weights = weights[gathered.trusted]
-        return weighted_mean(rows, shares(weights))
+            replies = replies.take(gathered.trusted)
+        return merge_statistics(method, before, replies, context)
 
     def renewed(self, model: Tensor, buffers: Tensor) -> Tensor:
         """Return the statistics of the scored model."""
@@ -291,19 +290,22 @@ def _merge(
     """Return the server after the round, and the record with what the merge says."""
     after = replace(server, round=server.round + 1)
     if gathered is None:
-        return after, record
+        if not is_private(setup.method):
+            return after, record
+        gathered = _nothing(server)
     began = time.perf_counter()
 
     def attempt(rows: Tensor | None = None) -> Merged:
         chosen = gathered if rows is None else gathered.take(rows)
-        buffers = setup.statistics.merged(server.buffers, chosen)
+        buffers = setup.statistics.merged(server.buffers, chosen, setup.method, context)
         known = context
         if isinstance(context.proxy, WithStatistics):
             known = replace(context, proxy=context.proxy.with_buffers(buffers))
         served, state = setup.method.aggregate(server.state, server.send, chosen.replies, known)
         return Merged(served, state, buffers)
 
-    merged = setup.policy.merge(server, gathered.replies, attempt)
+    nobody = not len(gathered.replies.clients)  # a private method adds its noise all the same
+    merged = attempt() if nobody else setup.policy.merge(server, gathered.replies, attempt)
     if merged is None:
         record = replace(record, train_loss=float(gathered.train_loss), notes={_REFUSED: 1.0})
         return after, replace(record, seconds_merge=time.perf_counter() - began)
@@ -321,6 +323,21 @@ def _merge(
         seconds_merge=time.perf_counter() - began,
     )
     return after, record
+
+
+def _nothing(server: Server) -> Gathered:
+    """Return what a cohort without clients sends."""
+    none = server.send.new_zeros(0, dtype=torch.float64)
+    replies = Replies(
+        models=server.send.new_zeros(0, server.send.numel()),
+        weights=none,
+        clients=none.long(),
+        steps=none,
+        lr_sum=none,
+        effective_steps=none,
+        last_loss=none,
+    )
+    return Gathered(replies, server.buffers.new_zeros(0, server.buffers.numel()), [], none.sum())
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

@@ -98,6 +98,7 @@ class Setting(NamedTuple):
     ragged: bool  # whether clients take different numbers of steps
     statistics: bool  # whether the network averages BatchNorm statistics without renewing them
     adaptive: str = ""  # the clients' optimiser, where it is adaptive
+    clients: int = 0  # how many there are, N; 0 where it is not known
 
 
 def rescaled(setting: Setting, what: str) -> Iterator[str]:
@@ -115,6 +116,7 @@ class LocalRule:
     layer: ClassVar[Layer] = "correct"
     owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset()  # hooks only one rule may fill
     surveys: ClassVar[bool] = False  # whether `survey` is wanted before training
+    draws_secret: ClassVar[bool] = False  # whether the server must not know its random numbers
 
     def shared(self, context: Context) -> Any:
         """Return what the server sends to this rule where the method itself sends nothing."""

@@ -30,12 +30,14 @@ from fedbasin.experiment.config import ConfigError, Experiment
 from fedbasin.experiment.executors import pick_device, pick_executor, pick_precision
 from fedbasin.experiment.interface import Interface
 from fedbasin.experiment.network import network_of
+from fedbasin.experiment.rows import Rows as RunRows
 from fedbasin.experiment.rows import cut_rows, dataset_of, transform_of
 from fedbasin.experiment.training import optimiser_of, schedule_of
 from fedbasin.local import Trainer
 from fedbasin.models.atoms import SymmetryError
 from fedbasin.sim import Federation, Population
-from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.attacks import Hostility
+from fedbasin.sim.participation import draw_cohort, sampling_of
 from fedbasin.sim.population import as_tensor
 from fedbasin.sim.provenance import identity
 
@@ -123,6 +125,8 @@ def build(
     eligible = np.flatnonzero(population.sizes > 0)
     draw_cohort(participation, eligible, key, 0)  # an error here comes before the run
     clients = Clients(experiment, dataset, rows, population, trainer, key)
+    context = replace(context, sampling=sampling_of(participation, eligible, key))
+    hostility, triggered = _attack(experiment, rows, test, device)
     return Federation(
         method=method,
         net=net,
@@ -155,7 +159,25 @@ def build(
         ),
         interface=Interface.of(dataset, outputs, transform.func).to_json(),
         encoding="" if dataset.encoding is None else dataset.encoding.to_json(),
+        hostility=hostility,
+        triggered=triggered,
     )
+
+
+def _attack(
+    experiment: Experiment, rows: RunRows, test: Evaluator, device: torch.device
+) -> tuple[Hostility | None, Evaluator | None]:
+    """Return the hostile clients, and the test rows on which a backdoor's success is measured."""
+    if not experiment.partition.hostile:
+        return None, None
+    hostility = Hostility(parse(experiment.attack, "attack"), rows.hostile)
+    part = rows.splits.test
+    triggered = hostility.attack.triggered(part.inputs, part.labels)
+    if triggered is None:
+        return hostility, None
+    inputs, target = triggered
+    wanted = np.full(len(inputs), target, dtype=part.labels.dtype)
+    return hostility, test.on(as_tensor(inputs, device), as_tensor(wanted, device))
 
 
 def _outputs(task: Task, dataset: Dataset) -> int:

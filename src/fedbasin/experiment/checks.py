@@ -75,6 +75,7 @@ def log_cautions(method: Method, experiment: Experiment, net: Net, population: P
         ragged=not local.steps and len(set(np.ceil(sizes / local.batch))) > 1,
         statistics=net.has_statistics and experiment.sim.buffers != "recalibrate",
         adaptive=str(optimiser) if optimiser.adaptive else "",
+        clients=len(sizes),
     )
     for caution in method.cautions(setting):
         logging.getLogger(__package__).warning("%s: %s", method, caution)

@@ -116,6 +116,7 @@ class PartitionConfig:
             each class gives its share.
         unseen: share of the clients that never take part; models are scored on them as newcomers.
         corrupted: share of clients that have two labels exchanged, a class they hold and another.
+        hostile: share of clients that do what `attack` says.
     """
 
     how: str = _expression("dirichlet(alpha=0.1)", "partition")
@@ -125,6 +126,7 @@ class PartitionConfig:
     hold_out_by: Literal["rows", "classes"] = "rows"
     unseen: float = 0.0
     corrupted: float = 0.0
+    hostile: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,8 @@ class Experiment:
         task: what its outputs mean, such as ``"classification"`` or ``"regression"``.
         seed: the randomness of everything.
         rounds: how many rounds.
+        attack: what hostile clients do (`partition.hostile`), such as ``"alie"`` or
+            ``"backdoor(target=1)"``.
         init: a safetensors file with the weights to start from; empty for the network's own.
         data: which data.
         table: how a table becomes inputs, targets and clients.
@@ -269,6 +273,7 @@ class Experiment:
     task: str = _expression("classification", "task")
     seed: int = 0
     rounds: int = 100
+    attack: str = _expression("sign_flip", "attack")
     init: str = ""
     data: DataConfig = field(default_factory=DataConfig)
     table: TableConfig = field(default_factory=TableConfig)
@@ -490,9 +495,10 @@ def _check_ranges(experiment: Experiment) -> None:
         if not 0 < ratio <= 1:
             raise ConfigError(f"{name} must be in (0, 1], got {ratio}")
     _check_proxy(experiment.data)
-    corrupted = experiment.partition.corrupted
-    if not 0 <= corrupted <= 1:
-        raise ConfigError(f"partition.corrupted must be in [0, 1], got {corrupted}")
+    for name in ("corrupted", "hostile"):
+        share = getattr(experiment.partition, name)
+        if not 0 <= share <= 1:
+            raise ConfigError(f"partition.{name} must be in [0, 1], got {share}")
     for round in experiment.snapshots.rounds:
         if not 1 <= round <= experiment.rounds:
             raise ConfigError(

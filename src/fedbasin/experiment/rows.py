@@ -15,6 +15,7 @@ from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.rng import Key, root
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
+from fedbasin.sim.attacks import Attack, draw_hostile
 
 # Mean and standard deviation of `data.normalise`, for pixels in [0, 1].
 _SCALES = {"symmetric": (0.5, 0.5), "unit": (0.0, 1.0)}
@@ -40,7 +41,8 @@ class Rows:
     home: partition.Partition
     classes: int
     unseen: np.ndarray
-    corrupted: frozenset[int] = frozenset()
+    corrupted: frozenset[int] = frozenset()  # clients with exchanged labels
+    hostile: frozenset[int] = frozenset()  # clients that attack
 
     @property
     def held_out(self) -> data.Rows:
@@ -124,8 +126,13 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         changed = labels != train.labels
         corrupted = frozenset(i for i, mine in enumerate(parts.clients) if changed[mine].any())
         train = replace(train, labels=labels)
+    hostile: frozenset[int] = frozenset()
+    if experiment.partition.hostile:
+        eligible = np.flatnonzero(parts.sizes() > 0)
+        hostile = draw_hostile(experiment.partition.hostile, eligible, key)
+        train = _poisoned(experiment, train, parts, classes, hostile, key)
     splits = data.Splits(train, proxy, splits.test)
-    return Rows(splits, parts, held, home, classes, unseen, corrupted)
+    return Rows(splits, parts, held, home, classes, unseen, corrupted, hostile)
 
 
 def _hold_out(
@@ -165,6 +172,35 @@ def _draw_unseen(experiment: Experiment, parts: partition.Partition, key: Key) -
         )
     drawn = key.fold("unseen").numpy().permutation(holders)[:count]
     return np.sort(drawn)
+
+
+def _poisoned(
+    experiment: Experiment,
+    train: data.Rows,
+    parts: partition.Partition,
+    classes: int,
+    hostile: frozenset[int],
+    key: Key,
+) -> data.Rows:
+    """Return the training rows with those of hostile clients as the attack wants them."""
+    attack: Attack = parse(experiment.attack, "attack")
+    if type(attack).poison is Attack.poison:
+        return train
+    if parts.again:
+        raise ConfigError(
+            f"attack = {attack} changes rows of hostile clients, and partition.how = "
+            f"{experiment.partition.how} deals rows to several clients: take one that does not"
+        )
+    inputs = np.array(train.inputs)
+    labels = np.array(train.labels)
+    for client in sorted(hostile):
+        mine = parts.clients[client]
+        draws = key.fold("poison", client).numpy()
+        try:
+            inputs[mine], labels[mine] = attack.poison(inputs[mine], labels[mine], classes, draws)
+        except ValueError as error:
+            raise ConfigError(f"attack: {error}") from error
+    return replace(train, inputs=inputs, labels=labels)
 
 
 def _named_clients(rows: data.Rows) -> int:

@@ -12,6 +12,8 @@ from fedbasin.local.optimisers import Adam as Adam
 from fedbasin.local.optimisers import AdamW as AdamW
 from fedbasin.local.optimisers import Optimiser as Optimiser
 from fedbasin.local.personalise import Personalisation as Personalisation
+from fedbasin.local.privacy import ClipUpdate as ClipUpdate
+from fedbasin.local.privacy import LocalDP as LocalDP
 from fedbasin.local.prox import Prox as Prox
 from fedbasin.local.schedules import constant as constant
 from fedbasin.local.sharpness import SAM as SAM

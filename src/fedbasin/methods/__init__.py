@@ -3,7 +3,11 @@
 from fedbasin.core.catalogue import CATALOGUE as _CATALOGUE
 from fedbasin.methods.adabest import AdaBest as AdaBest
 from fedbasin.methods.balancefl import BalanceFL as BalanceFL
+from fedbasin.methods.bucketing import Bucketing as Bucketing
+from fedbasin.methods.bulyan import Bulyan as Bulyan
+from fedbasin.methods.centered_clipping import CenteredClipping as CenteredClipping
 from fedbasin.methods.creff import CReFF as CReFF
+from fedbasin.methods.dp import DP as DP
 from fedbasin.methods.fedacg import FedACG as FedACG
 from fedbasin.methods.fedadagrad import FedAdagrad as FedAdagrad
 from fedbasin.methods.fedadam import FedAdam as FedAdam
@@ -32,13 +36,18 @@ from fedbasin.methods.fedwcm import FedWCM as FedWCM
 from fedbasin.methods.fedyogi import FedYogi as FedYogi
 from fedbasin.methods.gamf import GAMF as GAMF
 from fedbasin.methods.ima import IMA as IMA
+from fedbasin.methods.krum import Krum as Krum
 from fedbasin.methods.ldawa import LDAWA as LDAWA
+from fedbasin.methods.median import Median as Median
 from fedbasin.methods.mime import Mime as Mime
 from fedbasin.methods.mimelite import MimeLite as MimeLite
 from fedbasin.methods.mofedsam import MoFedSAM as MoFedSAM
+from fedbasin.methods.norm_bound import NormBound as NormBound
+from fedbasin.methods.rfa import RFA as RFA
 from fedbasin.methods.scaffold import Scaffold as Scaffold
 from fedbasin.methods.serverft import ServerFT as ServerFT
 from fedbasin.methods.swa import SWA as SWA
+from fedbasin.methods.trimmed_mean import TrimmedMean as TrimmedMean
 from fedbasin.methods.wima import WIMA as WIMA
 
 # `from fedbasin.methods import ima` gives what makes the method. Its file has the same name, and

@@ -6,6 +6,7 @@ import numpy as np
 
 from fedbasin.core.catalogue import entry
 from fedbasin.core.expressions import Choice
+from fedbasin.core.method import Sampling
 from fedbasin.core.rng import Key
 
 
@@ -68,6 +69,18 @@ def bernoulli(
 
 
 @entry("participation")
+def poisson(
+    eligible: np.ndarray, rng: np.random.Generator, round: int, *, rate: float = 0.1
+) -> np.ndarray:
+    """Every client joins independently with probability `rate`; a cohort may be empty.
+
+    Differential privacy (`dp`) counts on it: a draw that is repeated is another distribution.
+    """
+    _check_rate(rate)
+    return eligible[rng.random(len(eligible)) < rate]
+
+
+@entry("participation")
 def only(
     eligible: np.ndarray, rng: np.random.Generator, round: int, *, clients: tuple[int, ...]
 ) -> np.ndarray:
@@ -83,13 +96,27 @@ def only(
 
 
 def draw_cohort(choice: Choice, eligible: np.ndarray, key: Key, round: int) -> np.ndarray:
-    """Draw a round's cohort of at least one client; an empty draw is repeated with the next key."""
+    """Draw a round's cohort; an empty draw is repeated with the next key, except poisson's."""
     key = key.fold("cohort", round)
     for attempt in range(10_000):
         cohort: np.ndarray = choice(eligible, key.fold(attempt).numpy(), round)
-        if len(cohort):
+        if len(cohort) or choice.name == poisson.__name__:
             return np.sort(cohort)
     raise ValueError(f"participation: {choice} gave 10,000 empty cohorts in a row; raise its rate")
+
+
+def sampling_of(choice: Choice, eligible: np.ndarray, key: Key) -> Sampling:
+    """Return how cohorts are drawn, as the accounting of privacy sees it."""
+    clients = len(eligible)
+    if choice.name == poisson.__name__:
+        rate = dict(choice.arguments).get("rate", 0.1)
+        return Sampling("poisson", rate * clients, clients)
+    size = len(draw_cohort(choice, eligible, key, 0))
+    if choice.name in (fraction.__name__, count.__name__, at_most.__name__):
+        return Sampling("fixed", float(size), clients)
+    if choice.name == bernoulli.__name__:
+        size = dict(choice.arguments).get("rate", 0.1) * clients
+    return Sampling("other", float(size), clients)
 
 
 def drop_out(cohort: np.ndarray, rate: float, key: Key) -> np.ndarray:

@@ -19,6 +19,7 @@ from fedbasin.core.holdings import Holdings
 from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError
 from fedbasin.core.needs import check_task
 from fedbasin.core.net import Net
+from fedbasin.core.protocols import check_private
 from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import Key
 from fedbasin.core.round import (
@@ -32,6 +33,7 @@ from fedbasin.core.round import (
     Returned,
     RoundSetup,
     Scoring,
+    Sent,
     Server,
     Statistics,
     Traffic,
@@ -43,6 +45,7 @@ from fedbasin.core.served import ClientTable
 from fedbasin.core.snapshot import Snapshot, Snapshots
 from fedbasin.core.tree import count_bytes
 from fedbasin.local.train import Trainer
+from fedbasin.sim.attacks import Hostility
 from fedbasin.sim.clients import ClientStates
 from fedbasin.sim.home import ClientScores
 from fedbasin.sim.loop import Executor
@@ -99,6 +102,8 @@ class Federation:
         data: what identifies the data (`provenance.identity`).
         interface: what the network takes and gives, as JSON, for the record.
         encoding: how the columns of a table became numbers, as JSON; empty for other data.
+        hostility: hostile clients, and what they do.
+        triggered: test rows with a backdoor's pattern, labelled as the attack wants them.
     """
 
     method: Method
@@ -127,9 +132,12 @@ class Federation:
     data: Mapping[str, Any] = field(default_factory=dict)
     interface: str = ""
     encoding: str = ""
+    hostility: Hostility | None = None
+    triggered: Evaluator | None = None
 
     def __post_init__(self) -> None:
         check_task(self.method, self.trainer.task)
+        check_private(self.method, self.net.has_statistics and self.buffers != "keep")
 
     def begin(self) -> tuple[Server, ClientStates]:
         """Return the server and the clients before the first round."""
@@ -146,7 +154,9 @@ class Federation:
 
     def facts(self) -> dict[str, Any]:
         """Return what a run's summary says about how it was computed."""
-        return self.executor.facts()
+        if self.hostility is None:
+            return self.executor.facts()
+        return {**self.executor.facts(), "hostile": sorted(self.hostility.clients)}
 
     @property
     def headline(self) -> Headline:
@@ -223,7 +233,9 @@ class Federation:
         drawn, cohort = self.cohort(server.round)
         new = set(drawn.tolist()) - holders
         holders |= new
-        exchange = _Exchange(self.executor, len(drawn), len(new) * self.net.frozen_bytes)
+        exchange = _Exchange(
+            self.executor, len(drawn), len(new) * self.net.frozen_bytes, self._forged
+        )
         steps = one_round(self.setup(), server, cohort, states)
         after, record = answered(steps, exchange.answer)
         replies = None
@@ -233,7 +245,26 @@ class Federation:
         self._store_snapshot(server, after, replies)
         if self.home is not None:
             record = self.home.entered(record, after)
+        record = self._attack_noted(record, after, cohort)
         return after, replace(record, seconds=time.perf_counter() - began)
+
+    def _forged(self, gathered: Gathered, sent: Sent) -> Gathered:
+        """Return what the cohort sends: what it trained, or what its hostile members forge."""
+        if self.hostility is None:
+            return gathered
+        return self.hostility.forged(gathered, sent, self.key)
+
+    def _attack_noted(self, record: RoundRecord, server: Server, cohort: np.ndarray) -> RoundRecord:
+        """Enter how many of the cohort were hostile, and how well a backdoor works."""
+        if self.hostility is None:
+            return record
+        notes = dict(record.notes)
+        notes["hostile"] = float(len(self.hostility.clients.intersection(cohort.tolist())))
+        if self.triggered is not None and self.setup().scoring.due(record.round):
+            success = self.triggered.score(server.score, server.buffers).get("accuracy")
+            if isinstance(success, float):  # the task has classes
+                notes["attack_success"] = success
+        return replace(record, notes=notes)
 
     def _store_snapshot(self, before: Server, after: Server, replies: Replies | None) -> None:
         """Store the models of a round, if snapshots of it are wanted."""
@@ -260,11 +291,13 @@ class _Exchange:
         executor: how a cohort is trained.
         drawn: how many clients were drawn; all of them are sent the model, not all answer.
         frozen: bytes of frozen parts that are sent, to clients that are drawn for the first time.
+        forged: what becomes of the replies on their way.
     """
 
     executor: Executor
     drawn: int
     frozen: int = 0
+    forged: Callable[[Gathered, Sent], Gathered] = lambda gathered, sent: gathered
     gathered: Gathered | None = None  # what the cohort sent back
     _probe_bytes: int = 0
 
@@ -275,7 +308,7 @@ class _Exchange:
             self._probe_bytes = count_bytes(probe)
             return Probed(request.cohort, probe)
         if len(request.cohort):
-            self.gathered = self.executor.train([request])[0]
+            self.gathered = self.forged(self.executor.train([request])[0], request.sent)
         return Returned(self.gathered, self._traffic(request))
 
     def _traffic(self, request: TrainRequest) -> Traffic:

@@ -1,0 +1,132 @@
+"""Bounded and noisy uploads: what a client does so that the server learns little of it alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.net import Net
+from fedbasin.core.rng import fold_in, normal
+from fedbasin.core.rule import Finish, LocalRule, LossInputs, Start
+
+_NOISE = 0x6E6F69  # what the step's randomness is folded with
+
+
+class NoiseCarry(NamedTuple):
+    """What a rule that adds noise carries through the steps."""
+
+    key: Tensor  # int64 [2], the last step's randomness
+
+
+def clipped(vector: Tensor, start: Tensor, bound: Tensor | float) -> Tensor:
+    """Return the model no farther than the bound from where the client started."""
+    update = vector - start
+    length = update.norm()
+    scale = torch.where(length > bound, bound / length, torch.ones_like(length))
+    return start + update * scale.to(update.dtype)
+
+
+def noisy(vector: Tensor, key: Tensor, std: Tensor | float) -> Tensor:
+    """Return the model with Gaussian noise on every parameter."""
+    counter = torch.arange(vector.numel(), device=vector.device)
+    noise = normal(fold_in(key, _NOISE), counter).to(vector.dtype)
+    return vector + std * noise
+
+
+@entry("rule", name="clip_update")
+@dataclass(frozen=True)
+class ClipUpdate(LocalRule):
+    """Send an update no longer than a bound: d_i min(1, bound / |d_i|), over all parameters.
+
+    Args:
+        bound: the largest length.
+    """
+
+    bound: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"bound must be above 0, got {self.bound}")
+
+    def upload(self, carry: tuple[()], start: Start, finish: Finish) -> Tensor:
+        """Shorten the update."""
+        return clipped(finish.vector, start.vector, self.bound)
+
+
+@entry("rule", name="local_dp", paper="Truex et al., EdgeSys 2020")
+@dataclass(frozen=True)
+class LocalDP(LocalRule):
+    """Clip the update and add noise on the client itself, so that nobody else sees it plain.
+
+    Each client adds N(0, (noise clip)^2) to every parameter. A client that took part t times has
+    the epsilon of a Gaussian mechanism composed t times: no cohort hides it. The noise of the mean
+    is sqrt(M) times that of `dp` at the same noise.
+
+    Args:
+        clip: the largest length of an update, S.
+        noise: standard deviation of the noise over S, z.
+    """
+
+    draws_secret: ClassVar[bool] = True
+    clip: float = 1.0
+    noise: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.clip > 0:
+            raise ValueError(f"clip must be above 0, got {self.clip}")
+        if not self.noise >= 0:
+            raise ValueError(f"noise must be at least 0, got {self.noise}")
+
+    def begin(self, start: Start, net: Net) -> NoiseCarry:
+        """Wait for the first step's randomness."""
+        return NoiseCarry(torch.zeros(2, dtype=torch.int64, device=start.vector.device))
+
+    def loss(self, carry: NoiseCarry, value: Tensor, view: LossInputs) -> tuple[Tensor, NoiseCarry]:
+        """Keep this step's randomness."""
+        return value, NoiseCarry(view.key)
+
+    def upload(self, carry: NoiseCarry, start: Start, finish: Finish) -> Tensor:
+        """Shorten the update and add noise."""
+        short = clipped(finish.vector, start.vector, self.clip)
+        return noisy(short, carry.key, self.noise * self.clip)
+
+
+class ClipAndNoise(NamedTuple):
+    """What the server of `dp` sends to its clients."""
+
+    bound: Tensor  # S
+    std: Tensor  # of the noise that each client adds; 0 where the server adds it
+
+
+@dataclass(frozen=True)
+class PrivateUpload(LocalRule):
+    """The client half of `dp`: clip to the server's bound, and add a share of the noise if asked.
+
+    Args:
+        adds_noise: whether clients add the noise.
+    """
+
+    adds_noise: bool = False
+
+    @property
+    def draws_secret(self) -> bool:  # type: ignore[override]
+        """Whether the server must not know what is drawn."""
+        return self.adds_noise
+
+    def begin(self, start: Start, net: Net) -> NoiseCarry:
+        """Wait for the first step's randomness."""
+        return NoiseCarry(torch.zeros(2, dtype=torch.int64, device=start.vector.device))
+
+    def loss(self, carry: NoiseCarry, value: Tensor, view: LossInputs) -> tuple[Tensor, NoiseCarry]:
+        """Keep this step's randomness."""
+        return value, NoiseCarry(view.key)
+
+    def upload(self, carry: NoiseCarry, start: Start, finish: Finish) -> Tensor:
+        """Shorten the update, and add noise where clients do."""
+        sent: ClipAndNoise = start.shared
+        short = clipped(finish.vector, start.vector, sent.bound)
+        return noisy(short, carry.key, sent.std) if self.adds_noise else short

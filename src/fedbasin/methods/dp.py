@@ -1,0 +1,249 @@
+r"""Client-level differential privacy: clip every update, add noise to their sum.
+
+    u_i = d_i min(1, S / |d_i|),   d_i = y_i - w              (on the client, over all parameters)
+    w'  = w + 1/M (sum_{i in S_t} u_i + N(0, z^2 S^2 I))      (M: the EXPECTED cohort, a constant)
+    w+  = inner(w, one reply w')                              (post-processing is free)
+
+with S = clip and z = noise. With `adaptive` the clip follows a quantile of the lengths:
+
+    b  = (sum_i 1[|d_i| <= S] + N(0, s_b^2)) / M,   s_b = M / 20
+    S+ = S exp(-0.2 (b - quantile))
+
+and updates get the noise z_D = (z^-2 - (2 s_b)^-2)^(-1/2), so that both together cost z.
+
+Epsilon after each round is in the record, for clients joining or leaving, at `delta`; it needs
+`pip install 'fedbasin[dp]'`. Cohorts should be drawn by `sim.participation = "poisson(rate=q)"`.
+Cohorts of fixed size are accounted for replacing a client, which costs much more; of other draws
+nothing is gained. An empty cohort still gets its noise.
+
+The inner method must make its model of the uniform mean of the updates alone (it says `streams()`
+"uniform"); methods that look at single replies, at reports or at sample counts are refused, and so
+are wrappers around `dp` that look at replies.
+Noise is keyed by seed and round, so a resumed run repeats it and releases nothing new. On Flower,
+where clients know the seed, the server adds entropy that is new in every start.
+
+Departures from the paper: none known. Not protected: losses, norms and metrics in the record.
+What to watch: delta must be below 1/N. In runs of 100 clients no epsilon means much.
+Cost: one model down, one up. Server: C x P numbers, one number of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Context, Method, Replies, Sampling, Served, Wrapped, Wrapper
+from fedbasin.core.protocols import Private
+from fedbasin.core.rng import normal
+from fedbasin.core.rule import LocalRule, Setting
+from fedbasin.local.privacy import ClipAndNoise, PrivateUpload
+from fedbasin.methods.fedavg import FedAvg
+from fedbasin.methods.parts.accounting import epsilon, installed
+
+_CLIP_LR = 0.2  # eta_c
+_AT_BOUND = 1 - 1e-4  # a length above this share of the clip has been clipped
+
+
+@dataclass(frozen=True)
+class DPState:
+    """What the server remembers."""
+
+    clip: Tensor  # 0-d float64, S
+    released: int  # noisy sums so far
+
+
+class DPNotes(NamedTuple):
+    """What a round leaves in the record."""
+
+    clip: Tensor  # S, with which the cohort was clipped
+    noise_std: float  # of the noise on each parameter of the mean
+
+
+class EpsilonNotes(NamedTuple):
+    """What the rounds so far cost."""
+
+    epsilon: float
+
+
+@entry(
+    "method",
+    name="dp",
+    paper="McMahan et al., ICLR 2018; Andrew et al., NeurIPS 2021",
+    url="https://arxiv.org/abs/1710.06963",
+    is_fedavg_when={"clip": float("inf"), "noise": 0.0},
+)
+@dataclass(frozen=True)
+class DP(Private, Wrapper):
+    """Clip the clients' updates and add noise, before a method of their uniform mean.
+
+    Args:
+        inner: a method of the uniform mean, such as ``fedavg(weighting='uniform')``.
+        clip: S, the largest length of an update; with `adaptive` the first one.
+        noise: z, standard deviation of the noise on the sum over S.
+        adaptive: whether S follows a quantile of the lengths.
+        quantile: the share of updates that shall be no longer than S.
+        noise_by: whether the ``"server"`` adds the noise, or each of the ``"clients"`` 1 / sqrt(M)
+            of it, under a sum that shows no single update.
+        delta: the chance that the guarantee fails, for epsilon in the record.
+    """
+
+    inner: Method = field(default_factory=lambda: FedAvg(weighting="uniform"))
+    clip: float = 1.0
+    noise: float = 1.0
+    adaptive: bool = False
+    quantile: float = 0.5
+    noise_by: Literal["server", "clients"] = "server"
+    delta: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if not self.clip > 0:
+            raise ValueError(f"clip must be above 0, got {self.clip}")
+        if not self.noise >= 0:
+            raise ValueError(f"noise must be at least 0, got {self.noise}")
+        if not 0 < self.quantile < 1:
+            raise ValueError(f"quantile must be in (0, 1), got {self.quantile}")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta must be in (0, 1), got {self.delta}")
+        if math.isinf(self.clip) and (self.noise or self.adaptive):
+            raise ValueError("an infinite clip bounds nothing: give a finite one, or noise=0")
+        _refuse_what_is_no_mean(self.inner)
+
+    def begin(self, server: Tensor, context: Context) -> DPState:
+        """Start with the given clip."""
+        clip = torch.tensor(self.clip, dtype=torch.float64, device=server.device)
+        return DPState(clip, 0)
+
+    def rules(self) -> tuple[LocalRule, ...]:
+        """Clients clip what they send, after all that the inner method's rules do."""
+        return (*self.inner.rules(), PrivateUpload(self.noise_by == "clients"))
+
+    def broadcast(self, state: Wrapped, server: Tensor, context: Context) -> tuple[Any, ...]:
+        """Send the clip and the clients' share of the noise."""
+        clip = state.own.clip
+        std = clip * 0
+        if self.noise_by == "clients" and self.noise:
+            cohort = _sampling(context).expected
+            std = self._update_noise(cohort) * clip / math.sqrt(cohort)
+        sent = ClipAndNoise(clip.to(server.dtype), std.to(server.dtype))
+        return (*self.inner.broadcast(state.inner, server, context), sent)
+
+    def aggregate(
+        self, state: Wrapped, server: Tensor, replies: Replies, context: Context
+    ) -> tuple[Served, Wrapped]:
+        """Sum the clipped updates, add noise, and hand the mean to the inner method."""
+        own: DPState = state.own
+        sampling = _sampling(context)
+        cohort = sampling.expected
+        updates = replies.models[replies.weights > 0] - server
+        lengths = updates.norm(dim=1).double()
+        if self.noise_by == "clients":  # their noise must stay; they have clipped
+            total = updates.sum(0)
+        else:
+            far = lengths > own.clip
+            scale = torch.where(far, own.clip / lengths, torch.ones_like(lengths))
+            total = scale.to(updates.dtype) @ updates
+        std = 0.0
+        if self.noise:
+            std = self._update_noise(cohort) * float(own.clip)
+            if self.noise_by == "server":
+                total = total + std * _draw(context, "updates", server)
+        mean = server + total / cohort
+        served, inner = self.inner.aggregate(state.inner, server, _one_reply(mean), context)
+        served = served.noted(DPNotes(own.clip, std / cohort))
+        after = DPState(self._next_clip(own, lengths, cohort, context), own.released + 1)
+        if self.noise and installed():
+            spent = epsilon(self.noise, after.released, self.delta, sampling)
+            served = served.noted(EpsilonNotes(spent))
+        return served, Wrapped(after, inner)
+
+    def streams(self) -> None:
+        """Clip single replies."""
+        return None
+
+    def cautions(self, setting: Setting) -> Iterator[str]:
+        """Say where epsilon means little or is not known."""
+        yield from super().cautions(setting)
+        if not self.noise:
+            yield "noise = 0 clips alone: nothing is private"
+            return
+        if not installed():
+            yield "epsilon is not recorded: pip install 'fedbasin[dp]'"
+        if setting.clients and self.delta >= 1 / setting.clients:
+            yield (
+                f"delta = {self.delta:g} is not below 1 / N = 1 / {setting.clients}: giving one "
+                "client's data away would satisfy it, so epsilon means nothing; lower delta"
+            )
+        if 0 < setting.clients < 1000:
+            yield (
+                f"with {setting.clients} clients no epsilon that lets a model learn says much; "
+                "papers have 1,000 to millions"
+            )
+
+    def _update_noise(self, cohort: float) -> float:
+        """Return z for the updates: more than `noise` where a part is spent on the clip."""
+        if not self.adaptive:
+            return self.noise
+        spread = 2 * cohort / 20
+        if not self.noise < spread:
+            raise ValueError(
+                f"dp(adaptive=True, noise={self.noise:g}): the noise must be below a tenth of the "
+                f"expected cohort, {cohort:g}: raise the participation or lower the noise"
+            )
+        return float((self.noise**-2 - spread**-2) ** -0.5)
+
+    def _next_clip(self, own: DPState, lengths: Tensor, cohort: float, context: Context) -> Tensor:
+        """Move the clip towards the quantile of the lengths, which is seen through noise too."""
+        if not self.adaptive:
+            return own.clip
+        count = (lengths < _AT_BOUND * own.clip).double().sum()
+        if self.noise:
+            count = count + cohort / 20 * _draw(context, "bits", own.clip[None])[0]
+        return own.clip * torch.exp(-_CLIP_LR * (count / cohort - self.quantile))
+
+
+def _refuse_what_is_no_mean(inner: Method) -> None:
+    weighting = inner.streams()
+    if weighting == "uniform":
+        return
+    if weighting == "samples":
+        why = "weighs updates by sample counts, so a clip does not bound one client's share"
+        how = "give its base weighting='uniform'"
+    else:
+        why = (
+            "looks at single replies, reports or server data, not at the mean of the updates alone"
+        )
+        how = "take fedavg(weighting='uniform'), or a server optimiser or averager around it"
+    raise ValueError(f"dp({inner}): {inner} {why}; {how}")
+
+
+def _sampling(context: Context) -> Sampling:
+    if context.sampling is None:
+        raise ValueError("dp needs to know how cohorts are drawn: give Context(sampling=...)")
+    return context.sampling
+
+
+def _draw(context: Context, what: str, like: Tensor) -> Tensor:
+    """Draw standard normal noise, once for each round and purpose."""
+    key = context.key.fold("dp", what, context.secret).tensor(like.device)
+    counter = torch.arange(like.numel(), device=like.device)
+    return normal(key, counter).to(like.dtype)
+
+
+def _one_reply(model: Tensor) -> Replies:
+    """Return a cohort of one client that sends a model; nothing of the real one shows."""
+    one = torch.ones(1, dtype=torch.float64, device=model.device)
+    return Replies(
+        models=model[None],
+        weights=one,
+        clients=torch.zeros(1, dtype=torch.int64, device=model.device),
+        steps=one,
+        lr_sum=one,
+        effective_steps=one,
+        last_loss=torch.zeros(1, dtype=model.dtype, device=model.device),
+    )
