@@ -53,6 +53,7 @@ class Clients:
         total: how many clients there are in all, N; 0 where nodes have to say.
         before: N of the resumed run; unidentified nodes are numbered within it.
         frozen: parts of the model that do not learn, and which nodes hold them.
+        secure: whether nodes say only that they hold rows, and not how many.
     """
 
     mail: Mailbox
@@ -61,6 +62,7 @@ class Clients:
     total: int = 0
     before: int = 0
     frozen: FrozenParts = field(default_factory=FrozenParts)
+    secure: bool = False
     anonymous: bool = False  # whether nodes do not say who they are
     _identities: dict[int, NodeIdentity] = field(default_factory=dict)  # by node
     _open: dict[str, int] = field(default_factory=dict)  # questions without an answer, by message
@@ -162,7 +164,8 @@ class Clients:
 
     def mean_examples(self) -> float:
         """Return the mean number of rows a client; 0 where clients do not say."""
-        return 0.0 if self.anonymous else self.rows() / max(len(self._examples()), 1)
+        unknown = self.anonymous or self.secure
+        return 0.0 if unknown else self.rows() / max(len(self._examples()), 1)
 
     def _examples(self) -> dict[int, int]:
         return {identity.client: identity.examples for identity in self._identities.values()}
@@ -187,7 +190,7 @@ class Clients:
         Only new nodes are waited for, and only briefly once others have answered. Answers that
         take longer are read at a later call.
         """
-        config = ConfigRecord({ASK: "who", "class-counts": self.counts})
+        config = ConfigRecord({ASK: "who", "class-counts": self.counts, "secure": self.secure})
         query = RecordDict({"config": config})
         now = time.monotonic()
         due = [n for n in nodes if self._pause.get(n, (0.0, 0.0))[0] <= now]
