@@ -111,6 +111,7 @@ class SecureCohort(Cohort):
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
         """Yield replies as they arrive. Nobody can be asked in place of a lost client."""
+        _log.info("round %d: train: asking %d clients", self.round, len(messages))
         sent = self.clients.send(messages)
         self._sent |= sent
         for arrived in self.clients.replies(sent, self.timeout):
@@ -225,6 +226,7 @@ class SecureCohort(Cohort):
             content = RecordDict({"config": config, SECURE: session, MAIL: mails[client]})
             self.bytes_down += content_bytes(content)
             messages.append(Message(content, node, MessageType.QUERY, ttl=self.timeout))
+        _log.info("round %d: %s: asking %d clients", self.round, stage, len(messages))
         sent = self.clients.send(messages)
         for reply in self.clients.replies(sent, self.timeout):
             if isinstance(reply, GaveUp):

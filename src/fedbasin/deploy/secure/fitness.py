@@ -6,14 +6,13 @@ from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice
 from fedbasin.core.method import Method
 from fedbasin.core.protocols import needs_gradients
+from fedbasin.core.vectors import Weighting
 from fedbasin.deploy.secure.settings import Secure, Session
 from fedbasin.deploy.settings import Handling, ServerSide
 
 
-def check_secure(
-    secure: Secure, method: Method, server: ServerSide, handling: Handling, fraction_evaluate: float
-) -> None:
-    """Refuse a run in which the server would have to see what a single client sends."""
+def check_method(method: Method) -> Weighting:
+    """Return how a method weighs clients, or refuse one that looks at single clients."""
     weighting = method.streams()
     if needs_gradients(method):
         raise ValueError(f"secure: {method} asks every client for its gradient")
@@ -23,6 +22,14 @@ def check_secure(
             "aggregation shows their mean alone; available: methods that merge by the mean, such "
             "as fedavg, fedprox, fedadam, ima(fedavg)"
         )
+    return weighting
+
+
+def check_secure(
+    secure: Secure, method: Method, server: ServerSide, handling: Handling, fraction_evaluate: float
+) -> None:
+    """Refuse a run in which the server would have to see what a single client sends."""
+    weighting = check_method(method)
     if "class_counts" in needs_of(method) and server.counts == "plain":
         raise ValueError(
             f"secure: {method} shows the server every client's class counts: give "
@@ -80,8 +87,7 @@ def session_of(
         cohort: how many clients were drawn.
         statistics: how many BatchNorm statistics the network has.
     """
-    weighting = method.streams()
-    assert weighting is not None  # `check_secure` has refused others
+    weighting = check_method(method)
     clip = 0.0
     if statistics and server.statistics.policy == "mean":
         if not secure.statistics or not secure.rows:
