@@ -59,6 +59,10 @@ def up(
     simulate: Annotated[
         bool, typer.Option(help="Let Flower's simulation engine (Ray) be the clients.")
     ] = False,
+    secure: Annotated[
+        bool,
+        typer.Option(help="Let the server see only the sum of a cohort's updates, none alone."),
+    ] = False,
     method: Annotated[str | None, typer.Option(help="How the server merges.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds.")] = None,
     out: Annotated[
@@ -74,6 +78,8 @@ def up(
     """
     _check_installed()
     _check_given(folder, method)
+    if secure:
+        _check_secure(folder, method)
     from fedbasin.deploy import write_app
     from fedbasin.deploy.federation import LocalFederation
 
@@ -88,7 +94,8 @@ def up(
         "federation.min-nodes": nodes,
         "partition.clients": nodes,
     }
-    settings |= {k: v for k, v in (("method", method), ("rounds", rounds)) if v is not None}
+    given = (("method", method), ("rounds", rounds), ("federation.secure", secure or None))
+    settings |= {key: value for key, value in given if value is not None}
     kind = "simulated clients" if simulate else "SuperNodes"
     console.print(Text(f"Starting a SuperLink and {nodes} {kind}; logs: {place}"), soft_wrap=True)
     with _told_to_end(), LocalFederation(place, nodes, tls, simulate) as federation:
@@ -174,6 +181,24 @@ def _check_given(folder: Path | None, method: str | None) -> None:
         if folder is not None:
             sys.path.append(str(folder))  # for methods of the app's own modules
         parse(method, "method")
+
+
+def _check_secure(folder: Path | None, method: str | None) -> None:
+    """Refuse an app that does not know the setting, and methods that cannot be secured."""
+    if folder is not None:
+        config: Any = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+        for key in ("tool", "flwr", "app", "config", "federation", "secure"):
+            config = config.get(key) if isinstance(config, dict) else None
+        if config is None:
+            raise ValueError(
+                f"--secure: {folder} has no setting federation.secure; give its strategy "
+                "secure=Secure(...) and its clients secure=2, as fedbasin flower new does"
+            )
+    if method is not None:
+        from fedbasin.core.expressions import parse
+        from fedbasin.deploy.secure.fitness import check_method
+
+        check_method(parse(method, "method"))
 
 
 def _check_installed() -> None:

@@ -104,8 +104,8 @@ def check_private(method: Method, statistics: bool) -> None:
         plain = replace(layer, inner=_UniformMean())  # type: ignore[type-var]
         if plain.streams() is None:
             raise ValueError(
-                f"{method}: {type(layer).__name__} looks at the clients' replies, which are private "
-                "only inside dp; leave it out, or put dp around a method of the mean alone"
+                f"{method}: {type(layer).__name__} looks at the clients' replies, which are "
+                "private only inside dp; leave it out, or put dp around a method of the mean alone"
             )
 
 

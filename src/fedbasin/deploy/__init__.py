@@ -4,6 +4,7 @@ from fedbasin.deploy.app import first_arrays, nested, strategy_of, write_app
 from fedbasin.deploy.client import ClientSetup, app_of, client_app, place
 from fedbasin.deploy.own_rows import node_table, read_encoding
 from fedbasin.deploy.replies import Guard
+from fedbasin.deploy.secure import Secure
 from fedbasin.deploy.settings import Handling, Records, ServerSide
 from fedbasin.deploy.strategy import FedbasinStrategy
 
@@ -13,6 +14,7 @@ __all__ = [
     "Guard",
     "Handling",
     "Records",
+    "Secure",
     "ServerSide",
     "app_of",
     "client_app",

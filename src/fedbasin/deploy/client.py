@@ -17,7 +17,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Plan
 from fedbasin.core.needs import check_network
 from fedbasin.core.net import Net
-from fedbasin.core.rng import root
+from fedbasin.core.rng import Key, root
 from fedbasin.core.task import Task
 from fedbasin.core.tree import mapped, tensors
 from fedbasin.deploy.client_state import ClientStateStore
@@ -27,6 +27,9 @@ from fedbasin.deploy.frozen import FROZEN, check_frozen, hash_record
 from fedbasin.deploy.own_rows import Data, Given, Held, held_by
 from fedbasin.deploy.private import answer
 from fedbasin.deploy.probe import GRADIENT, answer_gradient
+from fedbasin.deploy.secure.client import STAGES, SecureClient
+from fedbasin.deploy.secure.settings import SECURE, Session
+from fedbasin.deploy.secure.update import words_of
 from fedbasin.deploy.wire import (
     Codec,
     Refused,
@@ -56,6 +59,8 @@ class ClientSetup:
         held_out: rows it evaluates on; its own by default.
         counts: ``"plain"`` shows its class counts to the server when asked; ``"private"`` takes
             part in the encrypted sum alone.
+        secure: the least threshold with which it takes part in secure aggregation; above 0 it
+            sends nothing in plain.
     """
 
     method: str
@@ -65,6 +70,7 @@ class ClientSetup:
     clients: int
     held_out: Shard | None = None
     counts: Literal["plain", "private"] = "private"
+    secure: int = 0
 
     @property
     def net(self) -> Net:
@@ -89,6 +95,7 @@ class ClientSetup:
         *,
         rows: Given | None = None,
         counts: Literal["plain", "private"] = "private",
+        secure: int = 0,
     ) -> ClientSetup:
         """Set up a node's client as the simulated federation has it.
 
@@ -98,6 +105,7 @@ class ClientSetup:
             rows: what this client holds: a `Dataset`, whose test rows it evaluates on, arrays
                 ``(x, y)``, or a `Shard`. They go through the federation's own transform.
             counts: whether it shows its class counts in plain.
+            secure: the least threshold for secure aggregation; above 0 nothing goes in plain.
         """
         client, clients = place(context)
         if rows is None:
@@ -109,7 +117,7 @@ class ClientSetup:
         trainer = federation.trainer
         _check_classes(held, trainer.classes, client)
         method = str(federation.method)
-        return cls(method, trainer, held.rows, client, clients, held.held_out, counts)
+        return cls(method, trainer, held.rows, client, clients, held.held_out, counts, secure)
 
 
 def as_floats(raw: Tensor, key: Tensor | None = None) -> Tensor:
@@ -131,6 +139,7 @@ def client_app(
     transform: Transform | None = None,
     held_out: Data | None = None,
     counts: Literal["plain", "private"] = "private",
+    secure: int = 0,
     device: str = "cpu",
 ) -> ClientApp:
     """Make a ClientApp from a model, the clients' data and a method.
@@ -153,6 +162,8 @@ def client_app(
         held_out: rows to evaluate on; by default the test rows of a `Dataset`, else the client's
             own.
         counts: whether the server may see the client's class counts in ``"plain"``.
+        secure: the least threshold with which clients take part in secure aggregation; above 0
+            they send nothing in plain. A node's own ``secure-threshold`` may ask for more.
         device: where the client trains.
     """
     import fedbasin.methods  # noqa: F401  (fills the catalogue)
@@ -190,7 +201,7 @@ def client_app(
         aside = held.held_out
         if held_out is not None:
             aside = held_by(held_out, context, client, clients).on(net.device).rows
-        return ClientSetup(str(chosen), trainer, held.rows, client, clients, aside, counts)
+        return ClientSetup(str(chosen), trainer, held.rows, client, clients, aside, counts, secure)
 
     return app_of(setup)
 
@@ -227,7 +238,7 @@ def app_of(setup: Callable[[Context], ClientSetup]) -> ClientApp:
         return Message(_train(setup(context), message.content, context), reply_to=message)
 
     def evaluate(message: Message, context: Context) -> Message:
-        return Message(_evaluate(setup(context), message.content), reply_to=message)
+        return Message(_evaluate(setup(context), message.content, context), reply_to=message)
 
     def query(message: Message, context: Context) -> Message:
         return Message(_query(setup(context), message.content, context), reply_to=message)
@@ -245,6 +256,8 @@ def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
             f"the server runs {config.get('fedbasin-method')!r}, this client was made for "
             f"{setup.method!r}: give both the same method"
         )
+    secure = SecureClient(context, setup.client, setup.secure)
+    session = secure.begin(content)
     trainer = setup.trainer
     net = setup.net
     round = int(number(config, "server-round", least=1)) - 1
@@ -259,9 +272,19 @@ def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
     merged = the_record(content, ConfigRecord, MERGED)
     before = store.at(round, int(number(merged, "round", least=0)))
     seed = int(number(config, "fedbasin-seed"))
-    key = client_key(root(seed), round, setup.client).tensor(net.device)
-    received = Received(vector, buffers, shared, before, round, key)
+    key = client_key(root(seed), round, setup.client)
+    if session is not None:
+        key = _session_key(session, key, round, config)
+    received = Received(vector, buffers, shared, before, round, key.tensor(net.device))
     trained = trainer.train(setup.rows, received, plan)
+    if session is not None:
+        masked = secure.masked(session, *words_of(session, vector, buffers, trained), content)
+        store.write(round, before, trained.own)
+        address = MetricRecord({"server-round": round + 1, "partition-id": setup.client})
+        reply = RecordDict({SECURE: masked, "metrics": address})
+        if frozen:
+            reply[FROZEN] = hash_record(frozen)
+        return reply
     store.write(round, before, trained.own)
     reply = RecordDict(
         {
@@ -285,6 +308,13 @@ def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
     if tensors(trained.reports):
         reply["report"], reply["report-shape"] = write_tree(trained.reports)
     return reply
+
+
+def _session_key(session: Session, key: Key, round: int, config: ConfigRecord) -> Key:
+    """Return the randomness of a round under secure aggregation: new in every start of the run."""
+    if (session.run, session.round) != (config.get("fedbasin-name"), round + 1):
+        raise Refused("the round to train is not the one that keys were made for")
+    return key if session.attempt == 1 else key.fold("attempt", session.attempt)
 
 
 def _shared(content: RecordDict, rules: int) -> tuple[Any, ...]:
@@ -311,7 +341,8 @@ def _received(
     return codec, vector.to(net.device, net.dtype), buffers.to(net.device, net.dtype), frozen
 
 
-def _evaluate(setup: ClientSetup, content: RecordDict) -> RecordDict:
+def _evaluate(setup: ClientSetup, content: RecordDict, context: Context) -> RecordDict:
+    SecureClient(context, setup.client, setup.secure).refuse_plain("scores")
     trainer = setup.trainer
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
     _, vector, buffers, _ = _received(setup, arrays, content)
@@ -326,7 +357,11 @@ def _evaluate(setup: ClientSetup, content: RecordDict) -> RecordDict:
 
 def _query(setup: ClientSetup, content: RecordDict, context: Context) -> RecordDict:
     config: ConfigRecord = the_record(content, ConfigRecord, "config")
+    secure = SecureClient(context, setup.client, setup.secure)
+    if config.get(ASK) in STAGES:
+        return secure.answer(content)
     if config.get(ASK) == GRADIENT:
+        secure.refuse_plain("gradient")
         arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
         _, vector, buffers, _ = _received(setup, arrays, content)
         gradient = setup.trainer.full_gradient(setup.rows, vector, buffers)
@@ -335,8 +370,10 @@ def _query(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
     if config.get(ASK) != "who":
         return answer(config, counts, context, parse(setup.method, "method"))
     facts = MetricRecord({"partition-id": setup.client, "num-partitions": setup.clients})
-    facts["num-examples"] = setup.examples
+    hidden = secure.floor > 0 or config.get("secure") is True
+    facts["num-examples"] = min(setup.examples, 1) if hidden else setup.examples
     if config.get("class-counts"):
+        secure.refuse_plain("class counts")
         if setup.counts != "plain":
             raise Refused(
                 "this client does not show its class counts in plain: make its app with "

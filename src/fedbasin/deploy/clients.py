@@ -59,6 +59,7 @@ class Clients:
         classes: how many classes there are; 0 where the server does not know.
         most_rows: how many rows a client may state.
         seats: which node key holds which client's number; None binds no keys.
+        secure: whether nodes say only that they hold rows, and not how many.
     """
 
     mail: Mailbox
@@ -70,6 +71,7 @@ class Clients:
     classes: int = 0
     most_rows: int = MOST_ROWS
     seats: Seats | None = None
+    secure: bool = False
     anonymous: bool = False  # whether nodes do not say who they are
     _identities: dict[int, NodeIdentity] = field(default_factory=dict)  # by node
     _open: dict[str, int] = field(default_factory=dict)  # questions without an answer, by message
@@ -204,7 +206,8 @@ class Clients:
 
     def mean_examples(self) -> float:
         """Return the mean number of rows a client; 0 where clients do not say."""
-        return 0.0 if self.anonymous else self.rows() / max(len(self._examples()), 1)
+        unknown = self.anonymous or self.secure
+        return 0.0 if unknown else self.rows() / max(len(self._examples()), 1)
 
     def _examples(self) -> dict[int, int]:
         return {identity.client: identity.examples for identity in self._identities.values()}
@@ -247,7 +250,7 @@ class Clients:
         Only new nodes are waited for, and only briefly once others have answered. Answers that
         take longer are read at a later call.
         """
-        config = ConfigRecord({ASK: "who", "class-counts": self.counts})
+        config = ConfigRecord({ASK: "who", "class-counts": self.counts, "secure": self.secure})
         query = RecordDict({"config": config})
         now = time.monotonic()
         due = [n for n in nodes if self._pause.get(n, (0.0, 0.0))[0] <= now]

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from torch import Tensor
@@ -55,6 +55,40 @@ def content_of(
     return content
 
 
+class TakesReplies(Protocol):
+    """What becomes of a round's replies, in plain or masked."""
+
+    bytes_up: int
+
+    @property
+    def clients(self) -> set[int]:
+        """Whose replies were taken."""
+        ...
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether the replies that were taken can be merged."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def take(self, client: int, node: int, reply: Message, rows: int | None = None) -> None:
+        """Check a reply and take it, or refuse it with the reason."""
+        ...
+
+    def agreed(self) -> int:
+        """Return how many replies report alike."""
+        ...
+
+    def outvoted(self, *, last: bool) -> list[int]:
+        """Drop replies whose report has another structure than the majority's; return whose."""
+        ...
+
+    def outlying(self) -> list[tuple[int, str]]:
+        """Drop replies whose loss or report is far beyond the cohort's; return whose, and why."""
+        ...
+
+
 @dataclass
 class Cohort:
     """The clients of a round.
@@ -74,7 +108,7 @@ class Cohort:
 
     round: int
     clients: Clients
-    collector: Collector
+    collector: TakesReplies
     tally: Counter[str]
     content: RecordDict
     merged: Tensor  # [N]
@@ -171,6 +205,7 @@ class Cohort:
 
     def collected(self, server: Tensor) -> Collected | None:
         """Return the replies that were taken, once; None if none of them weighs anything."""
+        assert isinstance(self.collector, Collector)  # masked replies are opened in `secure`
         return self.collector.finish(server) if self.collector.mergeable else None
 
     def traffic(self) -> Traffic:

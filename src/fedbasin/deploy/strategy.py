@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -46,6 +47,12 @@ from fedbasin.deploy.private import gather_private
 from fedbasin.deploy.probe import gather_gradients
 from fedbasin.deploy.replies import Collector
 from fedbasin.deploy.resume import Journal
+from fedbasin.deploy.secure import Secure
+from fedbasin.deploy.secure.attempts import next_attempt
+from fedbasin.deploy.secure.cohort import MaskedCollector, SecureCohort
+from fedbasin.deploy.secure.fitness import check_cohorts, check_secure, session_of
+from fedbasin.deploy.secure.server import ServerProtocol
+from fedbasin.deploy.secure.update import size_of
 from fedbasin.deploy.settings import Handling, Records, ServerSide
 from fedbasin.deploy.wire import Codec
 from fedbasin.sim.participation import draw_cohort
@@ -77,6 +84,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         server: what the server has, such as rows to learn from or to test on.
         handling: how replies are waited for and taken.
         records: where records and checkpoints go.
+        secure: add replies up masked, so that the server sees their sum alone.
     """
 
     # Set up by `start`, and by the round under way.
@@ -90,6 +98,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     _round: Round
     _cohort: Cohort
     _record: RoundRecord
+    _attempt: int
 
     def __init__(
         self,
@@ -108,6 +117,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         server: ServerSide | None = None,
         handling: Handling | None = None,
         records: Records | None = None,
+        secure: Secure | None = None,
     ) -> None:
         import fedbasin.methods  # noqa: F401  (fills the catalogue)
 
@@ -126,6 +136,10 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.key = root(seed)
         self.server_side = server or ServerSide()
         self.handling = handling or Handling()
+        self.secure = secure
+        if secure is not None:
+            check_secure(secure, self.method, self.server_side, self.handling, fraction_evaluate)
+            check_cohorts(secure, self.participation)
         headline = self.server_side.headline()
         self.journal = Journal(records or Records(), str(self.method), seed, headline)
 
@@ -207,17 +221,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             request = self._round.send(self._probed(request, online, arrays))
         assert isinstance(request, TrainRequest)  # a round asks for gradients once
         least = min(self.min_train_nodes, len(request.cohort))
-        self._cohort = Cohort(
+        common: dict[str, Any] = dict(
             round=server_round,
             clients=self._clients,
-            collector=Collector(
-                self._codec,
-                request.sent.round,
-                self._bounds(request.plan),
-                self.weighted_by_key,
-                len(self.method.rules()),
-                self._streams(len(request.cohort)),
-            ),
             tally=self.journal.refused,
             content=content_of(
                 {self.arrayrecord_key: arrays, self.configrecord_key: config},
@@ -232,6 +238,18 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             timeout=self._timeout,
             patience=self.handling.patience,
         )
+        if self.secure is None:
+            collector = Collector(
+                self._codec,
+                request.sent.round,
+                self._bounds(request.plan),
+                self.weighted_by_key,
+                len(self.method.rules()),
+                self._streams(len(request.cohort)),
+            )
+            self._cohort = Cohort(collector=collector, **common)
+        else:
+            self._cohort = self._secure_cohort(self.secure, request, common)
         self._cohort.name_late()
         return self._cohort.messages(request.cohort.tolist())
 
@@ -259,6 +277,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         for client, why in self._policy.blamed:
             cohort.refuse(client, cohort.asked[client], why)
         self._record = replace(self._record, refused=cohort.refused)
+        if isinstance(cohort, SecureCohort):
+            noted = cohort.notes(self._codec.layout.size)
+            self._record = replace(self._record, notes={**self._record.notes, **noted})
         if guarded and not merge_refused(self._record):
             spoilt = {client for client, _ in self._policy.blamed}
             self.journal.mark_merged(guarded.clients - spoilt, server_round)
@@ -278,6 +299,30 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         context = self._context
         rows = self.handling.most_rows
         return Bounds(plan, context.batch, context.effective_steps, rows, most)
+
+    def _secure_cohort(
+        self, secure: Secure, request: TrainRequest, common: dict[str, Any]
+    ) -> SecureCohort:
+        """Return a cohort whose replies are added up masked."""
+        session = session_of(
+            secure,
+            self.method,
+            self.server_side,
+            run=self.journal.name,
+            round=request.sent.round + 1,
+            attempt=self._attempt,
+            cohort=len(request.cohort),
+            statistics=self._codec.statistics.size,
+        )
+        size = size_of(session, self._codec.layout.size, self._codec.statistics.size)
+        protocol = ServerProtocol(session, size, secure.neighbours)
+        return SecureCohort(
+            collector=MaskedCollector(protocol, request.sent.round),
+            protocol=protocol,
+            buffers=request.sent.buffers,
+            statistics=self._codec.statistics,
+            **common,
+        )
 
     def _probed(
         self, request: ProbeRequest, online: Mapping[int, int], arrays: ArrayRecord
@@ -352,6 +397,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             classes=here.known_classes(),
             most_rows=self.handling.most_rows,
             seats=self.journal.seats() if self.handling.bind_keys else None,
+            secure=self.secure is not None,
         )
         self._clients.wait(max(self.min_available_nodes, 1))
         guard = self.handling.guard
@@ -385,6 +431,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         )
         fresh = Server(0, vector, vector, buffers, self.method.init(vector, self._context))
         self._server = self.journal.restored(fresh, self._clients.total)
+        if self.secure is not None:
+            folder = self.journal.folder
+            self._attempt = next_attempt(None if folder is None else folder.path)
 
     def _arrays(self, vector: Tensor) -> ArrayRecord:
         return self._codec.write(vector, self._server.buffers)

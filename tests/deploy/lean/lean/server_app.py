@@ -3,7 +3,7 @@
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedbasin.deploy import FedbasinStrategy, Handling, Records
+from fedbasin.deploy import FedbasinStrategy, Handling, Records, Secure
 from lean.client_app import model
 
 app = ServerApp()
@@ -13,6 +13,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run all rounds, or those that are left."""
     settings = context.run_config
+    secure = Secure(clip=1.0, rows=100, threshold=0.5) if settings["secure"] else None
     strategy = FedbasinStrategy(
         settings["method"],
         records=Records(settings["folder"] or None),
@@ -20,6 +21,7 @@ def main(grid: Grid, context: Context) -> None:
         min_available_nodes=settings["min-nodes"],
         fraction_evaluate=0.0,
         handling=Handling(patience=300.0),
+        secure=secure,
     )
     strategy.start(
         grid,

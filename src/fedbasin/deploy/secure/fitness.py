@@ -1,0 +1,111 @@
+"""Which runs can be secured. Others are refused before anything is sent, with the reason."""
+
+from __future__ import annotations
+
+from fedbasin.core.catalogue import needs_of
+from fedbasin.core.expressions import Choice
+from fedbasin.core.method import Method
+from fedbasin.core.protocols import needs_gradients
+from fedbasin.core.vectors import Weighting
+from fedbasin.deploy.secure.settings import Secure, Session
+from fedbasin.deploy.settings import Handling, ServerSide
+
+
+def check_method(method: Method) -> Weighting:
+    """Return how a method weighs clients, or refuse one that looks at single clients."""
+    weighting = method.streams()
+    if needs_gradients(method):
+        raise ValueError(f"secure: {method} asks every client for its gradient")
+    if weighting is None:
+        raise ValueError(
+            f"secure: {method} looks at single replies or at what clients report, and secure "
+            "aggregation shows their mean alone; available: methods that merge by the mean, such "
+            "as fedavg, fedprox, fedadam, ima(fedavg)"
+        )
+    return weighting
+
+
+def check_secure(
+    secure: Secure, method: Method, server: ServerSide, handling: Handling, fraction_evaluate: float
+) -> None:
+    """Refuse a run in which the server would have to see what a single client sends."""
+    weighting = check_method(method)
+    if "class_counts" in needs_of(method) and server.counts == "plain":
+        raise ValueError(
+            f"secure: {method} shows the server every client's class counts: give "
+            "server=ServerSide(counts='private')"
+        )
+    if handling.guard is not None:
+        raise ValueError(
+            "secure: a guard compares the lengths of single updates, which the server does not "
+            "see; leave guard out (Secure's clip bounds every weight of every update)"
+        )
+    if handling.stream is False:
+        raise ValueError("secure: replies are always added up as they arrive; leave stream out")
+    if fraction_evaluate:
+        raise ValueError(
+            "secure: clients that evaluate would show their own scores and numbers of rows; give "
+            "fraction_evaluate=0, and test on the server"
+        )
+    if weighting == "samples" and not secure.rows:
+        raise ValueError(
+            f"secure: {method} weighs clients by their rows: give Secure(rows=...), the most rows "
+            "of a client, or a method with weighting='uniform'"
+        )
+
+
+def check_cohorts(secure: Secure, participation: Choice) -> None:
+    """Refuse cohorts of a fixed size that is below the threshold."""
+    size = dict(participation.arguments).get("clients")
+    if isinstance(size, int) and size < secure.needed(size):
+        raise ValueError(
+            f"secure: cohorts of {size} clients are below the threshold of {secure.needed(size)}; "
+            "let more clients take part, or lower the threshold"
+        )
+
+
+def session_of(
+    secure: Secure,
+    method: Method,
+    server: ServerSide,
+    *,
+    run: str,
+    round: int,
+    attempt: int,
+    cohort: int,
+    statistics: int,
+) -> Session:
+    """Return what a round's parties agree on.
+
+    Args:
+        secure: the user's settings.
+        method: how the server merges.
+        server: says what happens to BatchNorm statistics.
+        run: the federation's name.
+        round: from 1.
+        attempt: how often the run was started.
+        cohort: how many clients were drawn.
+        statistics: how many BatchNorm statistics the network has.
+    """
+    weighting = check_method(method)
+    clip = 0.0
+    if statistics and server.statistics.policy == "mean":
+        if not secure.statistics or not secure.rows:
+            raise ValueError(
+                "secure: the network has BatchNorm statistics: give Secure(statistics=..., "
+                "rows=...), their largest change in a round and the most rows of a client, or "
+                "let the server keep or recalibrate them (sim.buffers)"
+            )
+        clip = secure.statistics
+    return Session(
+        run=run,
+        round=round,
+        attempt=attempt,
+        threshold=secure.needed(cohort),
+        clients=cohort,
+        bits=secure.bits,
+        clip=float(secure.clip),
+        rows=secure.rows,
+        statistics=float(clip),
+        weighting=weighting,
+    )
