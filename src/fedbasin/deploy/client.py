@@ -56,6 +56,7 @@ class ClientSetup:
         held_out: rows it evaluates on; its own by default.
         counts: ``"plain"`` shows its class counts to the server when asked; ``"private"`` takes
             part in the encrypted sum alone.
+        metrics: what it evaluates beside the task's own metrics, as expressions.
     """
 
     method: str
@@ -65,6 +66,7 @@ class ClientSetup:
     clients: int
     held_out: Shard | None = None
     counts: Literal["plain", "private"] = "private"
+    metrics: tuple[str, ...] = ()
 
     @property
     def net(self) -> Net:
@@ -100,16 +102,20 @@ class ClientSetup:
             counts: whether it shows its class counts in plain.
         """
         client, clients = place(context)
+        aside = None
         if rows is None:
             known = len(federation.population)
             if clients != known:
                 raise Refused(f"the node counts {clients} clients, the settings {known}")
             rows = federation.population.shard(client)
+            aside = None if federation.home is None else federation.home.shard(client)
         held = Held.of(rows, client).on(federation.net.device)
         trainer = federation.trainer
         _check_classes(held, trainer.classes, client)
         method = str(federation.method)
-        return cls(method, trainer, held.rows, client, clients, held.held_out, counts)
+        aside = aside or held.held_out
+        more = federation.evaluator.more
+        return cls(method, trainer, held.rows, client, clients, aside, counts, more)
 
 
 def as_floats(raw: Tensor, key: Tensor | None = None) -> Tensor:
@@ -316,7 +322,9 @@ def _evaluate(setup: ClientSetup, content: RecordDict) -> RecordDict:
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
     _, vector, buffers, _ = _received(setup, arrays, content)
     rows = setup.held_out or setup.rows
-    test = Evaluator(setup.net, rows.inputs, rows.labels, trainer.transform, trainer.task)
+    test = Evaluator(
+        setup.net, rows.inputs, rows.labels, trainer.transform, trainer.task, setup.metrics
+    )
     metrics: dict[str, float] = {"num-examples": test.size}
     for name, value in test.score(vector, buffers).items():
         if isinstance(value, float) and math.isfinite(value):  # AUROC of one class is undefined
