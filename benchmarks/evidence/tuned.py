@@ -301,9 +301,7 @@ def print_table(lines: list[dict]) -> None:
         }
     )
     order = sorted(scores, key=lambda m: fmean(scores[m].values()) * (-1 if higher else 1))
-    print(
-        "| method | tuned | over fedavg | p (Holm) | seeds | validation: default | chosen | by |"
-    )
+    print("| method | tuned | over fedavg | p (Holm) | seeds | validation: default | chosen | by |")
     print("|---|---|---|---|---|---|---|---|")
     for method in order:
         own = list(scores[method].values())

@@ -21,7 +21,7 @@ from fedbasin.core.tree import tensors
 from fedbasin.deploy import Guard
 from fedbasin.deploy.bounds import Bounds
 from fedbasin.deploy.clients import Clients
-from fedbasin.deploy.evaluation import mean_metrics
+from fedbasin.deploy.evaluation import evaluations, mean_of
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.replies import guarded
 from fedbasin.deploy.seats import Seats
@@ -275,7 +275,7 @@ def test_an_evaluation_that_cannot_be_is_left_out(facts):
         asked = Message(RecordDict(), node, "evaluate")
         asked.metadata.__dict__["_message_id"] = "1"
         replies.append(Message(RecordDict({"metrics": MetricRecord(said)}), reply_to=asked))
-    found = mean_metrics(replies, "num-examples", ratios=["accuracy"])
+    found = mean_of(evaluations(replies, "num-examples", ratios=["accuracy"]))
     assert dict(found) == {"accuracy": 0.8, "loss": 1.0}
 
 

@@ -21,7 +21,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.task import Classification
 from fedbasin.deploy import FedbasinStrategy, Guard, Handling, ServerSide, client_app
 from fedbasin.deploy.clients import Clients, TooFewNodes
-from fedbasin.deploy.evaluation import mean_metrics
+from fedbasin.deploy.evaluation import evaluations, mean_of
 from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.replies import guarded
 from fedbasin.deploy.wire import Refused, write_tree
@@ -506,7 +506,7 @@ def test_a_metric_is_averaged_over_the_clients_that_have_it():
         asked = Message(RecordDict(), 7, "evaluate")
         asked.metadata.__dict__["_message_id"] = "1"
         replies.append(Message(RecordDict({"metrics": MetricRecord(facts)}), reply_to=asked))
-    found = mean_metrics(replies, "num-examples")
+    found = mean_of(evaluations(replies, "num-examples"))
     assert dict(found) == pytest.approx({"accuracy": 0.8, "loss": 0.75})
 
 

@@ -61,6 +61,7 @@ class ClientSetup:
             part in the encrypted sum alone.
         secure: the least threshold with which it takes part in secure aggregation; above 0 it
             sends nothing in plain.
+        metrics: what it evaluates beside the task's own metrics, as expressions.
     """
 
     method: str
@@ -71,6 +72,7 @@ class ClientSetup:
     held_out: Shard | None = None
     counts: Literal["plain", "private"] = "private"
     secure: int = 0
+    metrics: tuple[str, ...] = ()
 
     @property
     def net(self) -> Net:
@@ -108,16 +110,20 @@ class ClientSetup:
             secure: the least threshold for secure aggregation; above 0 nothing goes in plain.
         """
         client, clients = place(context)
+        aside = None
         if rows is None:
             known = len(federation.population)
             if clients != known:
                 raise Refused(f"the node counts {clients} clients, the settings {known}")
             rows = federation.population.shard(client)
+            aside = None if federation.home is None else federation.home.shard(client)
         held = Held.of(rows, client).on(federation.net.device)
         trainer = federation.trainer
         _check_classes(held, trainer.classes, client)
         method = str(federation.method)
-        return cls(method, trainer, held.rows, client, clients, held.held_out, counts, secure)
+        aside = aside or held.held_out
+        more = federation.evaluator.more
+        return cls(method, trainer, held.rows, client, clients, aside, counts, secure, more)
 
 
 def as_floats(raw: Tensor, key: Tensor | None = None) -> Tensor:
@@ -347,7 +353,9 @@ def _evaluate(setup: ClientSetup, content: RecordDict, context: Context) -> Reco
     arrays: ArrayRecord = the_record(content, ArrayRecord, "arrays")
     _, vector, buffers, _ = _received(setup, arrays, content)
     rows = setup.held_out or setup.rows
-    test = Evaluator(setup.net, rows.inputs, rows.labels, trainer.transform, trainer.task)
+    test = Evaluator(
+        setup.net, rows.inputs, rows.labels, trainer.transform, trainer.task, setup.metrics
+    )
     metrics: dict[str, float] = {"num-examples": test.size}
     for name, value in test.score(vector, buffers).items():
         if isinstance(value, float) and math.isfinite(value):  # AUROC of one class is undefined

@@ -1,15 +1,19 @@
-"""The clients' own evaluations, averaged to one number a metric."""
+"""The clients' own evaluations: averaged to one number a metric, or kept by client if allowed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 from flwr.app import Message, MetricRecord
 from flwr.serverapp.strategy import Result
 
-from fedbasin.core.record import RoundRecord
+from fedbasin.core.record import Headline, RoundRecord
+from fedbasin.core.served import PREFIXES, Cell, ClientTable, columns_of
 from fedbasin.deploy.bounds import MOST_NUMBERS, MOST_ROWS, check_size
 from fedbasin.deploy.wire import LARGEST, Refused, fault, number, the_record
 
@@ -17,15 +21,27 @@ _ADDRESS = ("server-round", "partition-id")  # numbers that say whose reply it i
 _log = logging.getLogger("flwr")
 
 
-def mean_metrics(
+class Evaluation(NamedTuple):
+    """What one client measured."""
+
+    node: int
+    weight: float  # rows
+    metrics: Mapping[str, float]
+
+
+def _node(node: int) -> str:
+    return f"node {node}"
+
+
+def evaluations(
     replies: Iterable[Message],
     weight_key: str,
     *,
     most_rows: int = MOST_ROWS,
     ratios: Collection[str] = (),
-    who: Callable[[int], str] = lambda node: f"node {node}",
-) -> MetricRecord | None:
-    """Return the weighted mean of the clients' metrics; None where there are none.
+    who: Callable[[int], str] = _node,
+) -> list[Evaluation]:
+    """Return the evaluations that can be used; others are logged with the client and the reason.
 
     Args:
         replies: what clients measured.
@@ -34,10 +50,10 @@ def mean_metrics(
         ratios: metrics that are from 0 to 1.
         who: names a node's client.
     """
-    total: dict[str, float] = {}
-    weights: dict[str, float] = {}  # by metric: not every client has every one
-    count = failures = 0
+    found = []
+    failures = 0
     for reply in replies:
+        node = reply.metadata.src_node_id
         try:
             if reply.has_error():
                 raise Refused(fault(reply))
@@ -53,16 +69,58 @@ def mean_metrics(
                     raise Refused(f"{name} is {value}, expected {least:g} to {most:g}")
         except Refused as reason:
             failures += 1
-            node = reply.metadata.src_node_id
             _log.warning("\t> No evaluation from %s: %s", who(node), reason)
             continue
-        count += 1
-        for name in plain.keys() - {weight_key, *_ADDRESS}:
-            total[name] = total.get(name, 0.0) + weight * plain[name]
-            weights[name] = weights.get(name, 0.0) + weight
-    _log.info("aggregate_evaluate: Received %s results and %s failures", count, failures)
+        named = {k: float(v) for k, v in plain.items() if k not in (weight_key, *_ADDRESS)}
+        found.append(Evaluation(node, weight, named))
+    _log.info("aggregate_evaluate: Received %s results and %s failures", len(found), failures)
+    return found
+
+
+def mean_of(found: Sequence[Evaluation]) -> MetricRecord | None:
+    """Return the mean of each metric, weighted by rows; not every client has every one."""
+    total: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for one in found:
+        for name, value in one.metrics.items():
+            total[name] = total.get(name, 0.0) + one.weight * value
+            weights[name] = weights.get(name, 0.0) + one.weight
     means = {k: total[k] / weights[k] for k in sorted(total) if weights[k] > 0}
     return MetricRecord(means) if means else None
+
+
+def sums_only(means: MetricRecord | None, headlines: Sequence[Headline]) -> dict[str, float]:
+    """Return the columns of a record where the server keeps no single client's score."""
+    known = {} if means is None else dict(means)
+    return {
+        f"clients_{h.name}_mean_by_rows": float(known[h.name])
+        for h in headlines
+        if isinstance(known.get(h.name), int | float)
+    }
+
+
+def per_client(
+    found: Sequence[Evaluation], headlines: Sequence[Headline], client_of: Mapping[int, int]
+) -> tuple[dict[str, float], ClientTable]:
+    """Return the columns of a record, and one line a client; only known metrics are kept.
+
+    Args:
+        found: what clients measured.
+        headlines: the metrics of the task.
+        client_of: which client each node is.
+    """
+    known = sorted((client_of[one.node], one) for one in found if one.node in client_of)
+    rows = np.array([one.weight for _, one in known])
+    table: dict[str, list[Cell]] = {
+        "client": [client for client, _ in known],
+        "held_out": [int(one.weight) for _, one in known],
+    }
+    columns: dict[str, float] = {}
+    for headline in headlines:
+        values = np.array([one.metrics.get(headline.name, math.nan) for _, one in known])
+        columns |= columns_of("clients_", headline, values, rows)
+        table[headline.name] = list(values.tolist())
+    return columns, ClientTable(table)
 
 
 def unheard(node: int, reason: str) -> None:
@@ -81,7 +139,9 @@ def entered(
         result.evaluate_metrics_clientapp[now] = clients
         notes |= {f"clients_{name}": float(value) for name, value in clients.items()}
     measured = {
-        name: value for name in record.metrics if (value := record.metric(name)) is not None
+        name: value
+        for name in record.metrics
+        if not name.startswith(PREFIXES) and (value := record.metric(name)) is not None
     }
     if server is None and measured:
         server = MetricRecord(measured)

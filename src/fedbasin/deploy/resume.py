@@ -22,8 +22,15 @@ from torch import Tensor
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.lock import alone_in
-from fedbasin.core.record import Headline, RecordError, RoundRecord, RunFolder
+from fedbasin.core.record import (
+    Headline,
+    RecordError,
+    RoundRecord,
+    RunFolder,
+    write_atomically,
+)
 from fedbasin.core.round import Server, summary_of
+from fedbasin.core.served import ClientTable
 from fedbasin.core.sink import Log
 from fedbasin.core.state import load, read, save, write
 from fedbasin.core.tree import Leaf
@@ -164,6 +171,20 @@ class Journal:
             raise failed
         return True
 
+    def keep_clients(self, table: ClientTable) -> None:
+        """Write what each client measured last."""
+        if self.folder is not None:
+            write_atomically(self.folder.client_table, table.to_csv())
+
+    def _judged_by(self) -> Headline:
+        """Return the headline; that of clients where they alone have scored the models."""
+        of_clients = f"clients_{self.headline.name}_mean_by_rows"
+        scored = [set(_known(record)) for record in self.records]
+        alone = not any(self.headline.name in names for names in scored)
+        if alone and any(of_clients in names for names in scored):
+            return self.headline._replace(name=of_clients)
+        return self.headline
+
     def _saved(self, server: Server) -> Saved:
         return Saved(
             server=server,
@@ -198,7 +219,7 @@ class Journal:
             "seed": self.seed,
             "executor": "flower",
         }
-        summary |= summary_of(self.records, self.seconds(), self.headline)
+        summary |= summary_of(self.records, self.seconds(), self._judged_by())
         summary |= {
             "dropped": sum(record.dropped for record in self.records),
             "refused": dict(self.refused),
@@ -208,3 +229,8 @@ class Journal:
             write(self.folder.model, {n: t.cpu().contiguous().clone() for n, t in named.items()})
         self.log.finish(summary)
         return summary
+
+
+def _known(record: RoundRecord) -> list[str]:
+    """Return the metrics of a record that are numbers."""
+    return [name for name in record.metrics if record.metric(name) is not None]

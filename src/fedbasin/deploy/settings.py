@@ -11,6 +11,7 @@ import torch
 
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.method import Context, Plan
+from fedbasin.core.metric import GroupMetric, metrics_of
 from fedbasin.core.net import Net
 from fedbasin.core.record import Headline
 from fedbasin.core.round import Statistics
@@ -85,6 +86,14 @@ class ServerSide:
     def headline(self) -> Headline:
         """Return the metric that the run is judged by."""
         return Headline() if self.evaluator is None else self.evaluator.headline
+
+    def client_headlines(self) -> list[Headline]:
+        """Return the metrics that clients are scored by: those of the task."""
+        if self.evaluator is not None:
+            own = self.evaluator.metrics
+        else:
+            own = tuple(m for m in metrics_of(self.known_task()) if m.scalar)
+        return [metric.headline for metric in own if not isinstance(metric, GroupMetric)]
 
 
 @dataclass(frozen=True)

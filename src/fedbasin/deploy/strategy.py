@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -39,7 +39,14 @@ from fedbasin.deploy.bounds import Bounds, reply_bytes
 from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
-from fedbasin.deploy.evaluation import entered, mean_metrics, unheard
+from fedbasin.deploy.evaluation import (
+    entered,
+    evaluations,
+    mean_of,
+    per_client,
+    sums_only,
+    unheard,
+)
 from fedbasin.deploy.frozen import FrozenParts
 from fedbasin.deploy.mail import GaveUp, Mailbox
 from fedbasin.deploy.merge import Lenient, gathered_of
@@ -81,6 +88,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         configrecord_key: where they find the round's settings.
         participation: who trains, such as ``"count(clients=3)"``, in place of `fraction_train`.
         seed: draws cohorts, and batches on clients of fedbasin.
+        evaluate: what the server keeps of clients' evaluations: ``"sums"``, the means over their
+            rows, or ``"per-client"``, every client's scores, in ``clients.csv`` and as columns of
+            the records. Single scores are information about a client.
         server: what the server has, such as rows to learn from or to test on.
         handling: how replies are waited for and taken.
         records: where records and checkpoints go.
@@ -114,6 +124,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         configrecord_key: str = "config",
         participation: str | None = None,
         seed: int = 0,
+        evaluate: Literal["sums", "per-client"] = "sums",
         server: ServerSide | None = None,
         handling: Handling | None = None,
         records: Records | None = None,
@@ -132,6 +143,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
+        if evaluate not in ("sums", "per-client"):
+            raise ValueError(f"evaluate is {evaluate!r}: write 'sums' or 'per-client'")
+        self.evaluate = evaluate
         self.seed = seed
         self.key = root(seed)
         self.server_side = server or ServerSide()
@@ -360,13 +374,24 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     ) -> MetricRecord | None:
         """Return the mean of what clients measured, weighted by their samples."""
         task = self.server_side.known_task()
-        return mean_metrics(
+        found = evaluations(
             replies,
             self.weighted_by_key,
             most_rows=self.handling.most_rows,
             ratios=[name for name in task.metrics if _is_ratio(name)],
             who=self._clients.who,
         )
+        means = mean_of(found)
+        headlines = self.server_side.client_headlines()
+        if self.evaluate == "sums":
+            columns = sums_only(means, headlines)
+        else:
+            online = self._clients.online()
+            client_of = {node: client for client, node in online.items()}
+            columns, table = per_client(found, headlines, client_of)
+            self.journal.keep_clients(table)
+        self._record = replace(self._record, metrics={**self._record.metrics, **columns})
+        return means
 
     def _begin(
         self, grid: Grid, arrays: ArrayRecord, rounds: int, train_config: ConfigRecord
@@ -466,7 +491,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         tested = None
         messages = list(self.configure_evaluate(now, result.arrays, config, grid))
         if messages:
+            self._record = record
             measured = self.aggregate_evaluate(now, self._evaluations(messages))
+            record = self._record
         if evaluate_fn is not None:
             tested = evaluate_fn(now, result.arrays)
         record = entered(record, result, measured, tested)

@@ -32,7 +32,7 @@ from fedbasin.core.rng import Key
 from fedbasin.core.round import Sent, Server, TrainRequest
 from fedbasin.core.served import Cell, ClientTable, columns_of, share_worse, took_part
 from fedbasin.local.batches import count_steps
-from fedbasin.local.train import Trainer
+from fedbasin.local.train import Shard, Trainer
 from fedbasin.sim.loop import Executor, LoopExecutor
 from fedbasin.sim.population import Population
 
@@ -149,6 +149,13 @@ class ClientScores:
         """The metrics that clients are scored by."""
         own = self.evaluator.metrics
         return [metric.headline for metric in own if not isinstance(metric, GroupMetric)]
+
+    def shard(self, client: int) -> Shard | None:
+        """Return the rows that a client holds out; None where it has none."""
+        rows = slice(int(self.offsets[client]), int(self.offsets[client + 1]))
+        if rows.start == rows.stop:
+            return None
+        return Shard(self.evaluator.inputs[rows], self.evaluator.labels[rows])
 
     def entered(self, record: RoundRecord, server: Server) -> RoundRecord:
         """Enter how the scored model serves clients into a round's record, if it is time to."""
