@@ -12,7 +12,7 @@
 # averaging whole, the others from t_s on). Two or three of these commands side by side, each with
 # RESULTS and RUNS of its own, keep the GPU busy while one of them starts or compiles: 1,400 s of an
 # H200 with 12 to 16 jobs gave law's 18 cells of Table 1 and 16 of Table 3 on CIFAR-10, wima's 8 runs,
-# ten runs of papers_why.sh and two of IMA's CNN.
+# ten trials and two of IMA's CNN.
 # Seconds in brackets are estimates for one H200 and one job, from 0.2 ms a client-step of a CNN,
 # 0.1 ms of an MLP, 0.5 ms of ResNet-20 and 0.3 ms of ResNet-18 with ImageNet's first layers (wcm's first
 # 26 cells took 1,070 s, three commands with 16 jobs in all); compiling comes on top. Rounds
@@ -95,7 +95,7 @@ cda() { # Fashion-MNIST, where 16 share the GPU: 30 to 40 a cell, FedGEN's 60, F
     run fedcda/table1 --rows "feddf,fedgen" --columns "fmnist *" --seeds 0                   # 600
     run fedcda/table1 --rows fedsam --columns "fmnist *" --seeds 0                           # 420
     run fedcda/table1 --rows "fedma,gamf" --columns "fmnist *" --seeds 0                     # 400
-    run fedcda/table1 --rows "fedgen as fedbe" --columns "fmnist *" --seeds 0                # 240
+    run fedcda/table1 --trials "fedgen as fedbe" --seeds 0                                   # 240
     run fedcda/table1 --columns "fmnist *" --seeds 0,1                                       # 2700
 }
 

@@ -41,16 +41,9 @@ def numpy_descent(world, free, server, anchors, law, moves, epochs, rate, key, a
     inputs, labels = proxy.inputs.numpy() / 255, proxy.labels.numpy()
     first, second, k, seen = np.zeros_like(free), np.zeros_like(free), 0, []
     mean = jacobian(free[:-1], free[-1], anchors, law.parameterisation)[1] @ anchors
-    least, most = -np.inf, np.inf
-    if law.guard and moves[-1]:
-        if cross_entropy(mean, inputs, labels) >= math.log(3):
-            moves = np.append(moves[:-1], 0.0)
-        else:  # r = gamma |m - x| / ((1 - gamma) |x|) may not fall below the guard
-            r = law.guard * np.linalg.norm(server) / np.linalg.norm(mean - server)
-            inverse = np.log if law.parameterisation == "exponential" else np.sqrt
-            least = inverse(r / (1 + r))
-            if law.guard_growth and r > 1:
-                most = inverse(r / (r - 1))
+    held = bool(law.guard and moves[-1])
+    if held and cross_entropy(mean, inputs, labels) >= math.log(3):
+        moves, held = np.append(moves[:-1], 0.0), False
     for epoch in range(epochs):
         order = epoch_order(key.tensor(), epoch, len(labels)).numpy()
         for at in range(0, len(labels), law.batch):
@@ -62,7 +55,13 @@ def numpy_descent(world, free, server, anchors, law, moves, epochs, rate, key, a
             second = second * 0.999 + g**2 * 0.001
             hat = np.sqrt(second / (1 - 0.999**k))
             free = free - rate(epoch) * (first / (1 - 0.5**k)) / (hat + 1e-8)
-            free[-1] = min(max(free[-1], least), most)
+            if held:  # r = gamma |m - x| / ((1 - gamma) |x|) may not fall below the guard
+                mean = jacobian(free[:-1], free[-1], anchors, law.parameterisation)[1] @ anchors
+                r = law.guard * np.linalg.norm(server) / np.linalg.norm(mean - server)
+                inverse = np.log if law.parameterisation == "exponential" else np.sqrt
+                free[-1] = max(free[-1], inverse(r / (1 + r)))
+                if law.guard_growth and r > 1:
+                    free[-1] = min(free[-1], inverse(r / (r - 1)))
         if average and epoch > 5:
             seen.append(free)
     return np.mean(seen, axis=0) if seen else free
@@ -549,6 +548,21 @@ def test_the_guard_keeps_the_update_larger_than_the_shrinking(kind):
     assert ratios[0.0][0] < 5 < ratios[0.0][0] * 4
     assert ratios[5.0][0] == pytest.approx(5.0) and ratios[40.0][0] == pytest.approx(40.0)
     assert ratios[0.0][1] < ratios[5.0][1] < ratios[40.0][1] < ratios[math.inf][1] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["exponential", "quadratic"])
+def test_the_guard_holds_at_the_last_lambda_as_well(kind):
+    """Weights move towards clients with short updates, at which the first bound is too low."""
+    server, replies, context = merged_in_a_round(12)
+    good = trained(server, context)
+    steps = replies.models - server
+    scale = torch.linspace(0.02, 1.0, len(steps), dtype=steps.dtype)[:, None]
+    sure = replies_of(3 * good + scale * steps)
+    for growth in (False, True):
+        law = FedLAW("both", lr=0.1, parameterisation=kind, guard=5.0, guard_growth=growth)
+        notes = law.aggregate((), 3 * good, sure, context)[0].notes
+        assert not torch.allclose(notes.lambdas, shares(sure.weights), atol=0.05)
+        assert float(notes.gamma) < 1 and float(notes.ratio) == pytest.approx(5.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["exponential", "quadratic"])

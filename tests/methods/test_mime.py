@@ -74,6 +74,17 @@ def test_undamped_momentum_is_ours_with_a_tenth_of_the_rate(make):
     assert world.lr(0) == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("sgd", [SGD(), SGD(0.0, 0.01)])
+@pytest.mark.parametrize("make", [Mime, MimeLite])
+def test_undamped_takes_the_rates_of_fedjax_as_they_are(make, sgd):
+    method = make(0.9, damped=False)
+    federation = linear_federation(method, rounds=4, optimiser=sgd)
+    oracle = numpy_mime(NumpyClients(federation), 4, method, make is MimeLite, sgd, damped=False)
+    for (after, _, _), (w, m) in zip(rounds_of(federation), oracle, strict=True):
+        close(after.send, w)
+        close(after.state.momentum, 0.1 * m)  # the state stays a mean of gradients
+
+
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 def test_one_step_is_gradient_descent_on_the_cohorts_objective_whatever_the_batch(weighting):
     federation = linear_federation(Mime(0.0, weighting=weighting), rounds=5)

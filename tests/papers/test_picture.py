@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from fedbasin.cli.app import app
 from fedbasin.papers import compare, load_table, picture, table_names
 from fedbasin.papers.beside import Ours
-from fedbasin.papers.page import sheet
+from fedbasin.papers.page import counts_of, sheet
 from fedbasin.papers.results import shipped
+from fedbasin.papers.tables import paper_names
 
 
 def cells_of(*names):
@@ -74,15 +75,15 @@ def test_a_miss_without_a_reason_is_a_miss(drawn):
     table = load_table("ima/table1")
     missed = replace(
         picked(cells_of(table.name), "fedgma", "cifar10 cnn dir0.1"),
-        verdict="missed, no reason yet",
+        basis="open",
     )
     picture.draw_table(table, [missed], "path")
     assert {colour for *_, colour in dots(drawn["path"].axes[0], "o")} == {"#D55E00"}
 
 
 def test_a_table_without_a_score_is_not_drawn(drawn):
-    table = load_table("ima/figure6")
-    with pytest.raises(ValueError, match="ima/figure6: nothing of what was asked for"):
+    table = load_table("fedcda/figure4")
+    with pytest.raises(ValueError, match="fedcda/figure4: nothing of what was asked for"):
         picture.draw_table(table, cells_of(table.name), "path")
 
 
@@ -101,7 +102,7 @@ def test_at_a_glance_every_cell_with_a_verdict_is_one_dot(drawn):
         both = [pair for pair in pairs if None not in pair]
         marked = [line for line in axes.lines if line.get_marker() != "None"]
         shown = [p for line in marked for p in zip(*line.get_data(), strict=True)]
-        assert sorted(shown) == sorted(both) and len(both) > 100
+        assert sorted(map(tuple, shown)) == sorted(both) and len(both) > 100
         (low, high), others = axes.get_xlim(), axes.get_ylim()
         assert others == (low, high)
         assert low <= min(map(min, both)) and max(map(max, both)) <= high
@@ -114,9 +115,18 @@ def test_at_a_glance_every_cell_with_a_verdict_is_one_dot(drawn):
     assert near(50, 52.9) and near(50, 47.1) and not near(50, 53.1) and not near(50, 46.9)
     assert half(4, 2.1) and half(4, 9) and not half(4, 1.9)
     assert half(-4, -2.1) and half(-4, -7.9) and not half(-4, -1.9) and not half(-4, -8.1)
-    fedlaw = sum(c.table.name.startswith("fedlaw/") and c.ours.mean is not None for c in judged)
     labels = [text.get_text() for text in accuracy.get_legend().get_texts()]
-    assert f"fedlaw, {fedlaw} cells" in labels
+    assert [label.split(",")[0] for label in labels] == paper_names()
+    counted = sum(int(label.split()[1]) for label in labels)
+    told = drawn["path"].get_supxlabel()
+    n = counts_of(shipped())
+    assert counted == n["near"] + n["gain"] + n["missed"]
+    assert told.startswith(f"{counted} cells: {n['near']} near")
+    assert f"{n['of these confirmed']} confirmed, {n['not confirmed']} not" in told
+    assert f"Not drawn: {counted - len(judged)} rounds to a target" in told
+    hollow = [line for line in gain.lines if line.get_fillstyle() == "none"]
+    opposite = [pair for line in hollow for pair in zip(*line.get_data(), strict=True)]
+    assert opposite and all(x * y < 0 for x, y in opposite)
 
 
 def test_what_has_no_verdict_is_not_at_a_glance(drawn):
@@ -140,13 +150,15 @@ def test_the_sheet_has_every_digit_and_pandas_opens_it():
     (found,) = frame[(frame.row == "fednova+ima") & (frame.column == "cifar10 cnn dir0.1")].to_dict(
         "records"
     )
-    assert found.pop("paper_mark") is not None and found.pop("paper_spread") is not None  # NaN
+    for empty in ("paper_mark", "paper_spread", "reason"):
+        assert math.isnan(found.pop(empty))
     assert found == {
         "table": "ima/table1",
         "row": "fednova+ima",
         "column": "cifar10 cnn dir0.1",
         "score": "accuracy (%), mean of the last 10 rounds",
         "paper": 60.09,
+        "paper_doubted": False,
         "ours": cell.ours.mean,
         "ours_spread": cell.ours.spread,
         "seeds": 2,
@@ -154,6 +166,8 @@ def test_the_sheet_has_every_digit_and_pandas_opens_it():
         "difference": cell.ours.mean - 60.09,
         "gain_paper": pytest.approx(60.09 - 55.11),
         "gain_ours": cell.gain_ours,
+        "gain_spread": cell.gain_spread,
+        "direction": "confirmed",
         "verdict": "near",
         "rounds": 400,
         "full_rounds": 400,

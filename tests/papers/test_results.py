@@ -15,8 +15,22 @@ import pytest
 
 from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import Experiment
-from fedbasin.papers import PaperError, Result, lines_of, load_table, results, table_names
-from fedbasin.papers.grid import cell_runs_of, experiment_of, fingerprint
+from fedbasin.papers import (
+    PaperError,
+    Result,
+    compare,
+    lines_of,
+    load_table,
+    results,
+    table_names,
+)
+from fedbasin.papers.grid import (
+    CellConfigs,
+    cell_runs_of,
+    experiment_of,
+    fingerprint,
+    runs_of,
+)
 from fedbasin.papers.page import page, section
 from fedbasin.papers.results import (
     append,
@@ -26,6 +40,7 @@ from fedbasin.papers.results import (
     read,
     result_of,
     score_of,
+    served,
     shipped,
 )
 from fedbasin.papers.tables import Score, read_table
@@ -133,8 +148,8 @@ def test_a_line_shows_mean_spread_difference_and_paired_gains():
     assert found.ours == f"58.00 ± {stdev(scores.values()):.2f} (3 seeds)"
     assert found.difference == "-2.00"
     assert found.gain_paper == "+10.00"
-    assert found.gain_ours == "+9.00"  # of seeds 1 and 2: 7 and 11
-    assert found.verdict == "near"
+    assert found.gain_ours == f"+9.00 ± {stdev([7, 11]):.2f}"  # of seeds 1 and 2
+    assert (found.verdict, found.direction) == ("near", "confirmed")
 
 
 @pytest.mark.parametrize(
@@ -142,17 +157,48 @@ def test_a_line_shows_mean_spread_difference_and_paired_gains():
     [
         (57.0, 56.9, "near"),
         (56.9, 51.9, "gain"),
-        (56.9, 52.0, "missed, no reason yet"),
-        (45.0, 46.0, "missed, no reason yet"),
+        (56.9, 52.0, "missed, reason open"),
+        (45.0, 46.0, "missed, reason open"),
         (70.0, 40.0, "gain"),
-        (40.0, 56.0, "missed, no reason yet"),
-        (63.1, None, "missed, no reason yet"),
+        (40.0, 56.0, "missed, reason open"),
+        (63.1, None, "missed, reason open"),
     ],
 )
 def test_the_bar(score, base, verdict):
     results = [line("scaffold", "a", 0, score)]
     results += [] if base is None else [line("fedavg", "a", 0, base)]
     assert shown(*results).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("gains", "direction"),
+    [
+        ((0.1,), "confirmed"),  # one seed: the sign alone
+        ((-0.1,), "not confirmed"),
+        ((0.0,), "too small to tell"),
+        ((1.0, 3.0), "confirmed"),  # 2 ± 1.41
+        ((0.0, 2.0), "too small to tell"),  # 1 ± 1.41
+        ((-3.0, -1.0), "not confirmed"),
+        ((-2.0, 0.0), "too small to tell"),
+    ],
+)
+def test_a_near_number_does_not_settle_the_direction(gains, direction):
+    ours = [line("scaffold", "a", seed, 60.0) for seed, _ in enumerate(gains)]
+    base = [line("fedavg", "a", seed, 60.0 - gain) for seed, gain in enumerate(gains)]
+    found = shown(*ours, *base)
+    assert (found.verdict, found.direction) == ("near", direction)
+    alone = shown(*ours)
+    assert (alone.verdict, alone.direction) == ("near", "-")  # no baseline of ours
+
+
+def test_a_printed_gain_of_nothing_has_no_direction():
+    table = read_table(TOML.replace("[50.0, 50.0]", "[60.0, 60.0]"), "x/table1")
+    results = [
+        line("scaffold", "a", 0, 61.0, table=table),
+        line("fedavg", "a", 0, 60.0, table=table),
+    ]
+    (found,) = lines_of(table, results, table.rows[1:], table.columns[:1])
+    assert (found.verdict, found.direction) == ("near", "too small to tell")
 
 
 @pytest.mark.parametrize("score", [57.0, 56.9])  # near, and a gain, had they finished
@@ -167,7 +213,7 @@ def test_what_diverged_reaches_no_bar(score):
     ]
     assert shown(*both, base).verdict.startswith("miss")
     alone = shown(line("fedavg", "a", 0, 50.0, status="diverged"), row="fedavg")
-    assert (alone.ours, alone.verdict) == ("no score (1 seed), 1 diverged", "missed, no reason yet")
+    assert (alone.ours, alone.verdict) == ("no score (1 seed), 1 diverged", "missed, reason open")
 
 
 LOSS = ("fedavg = [50.0, 50.0]", "fedavg = [70.0, 70.0]")  # scaffold has 10 less
@@ -182,10 +228,10 @@ LOSING = read_table(TOML.replace(*LOSS), "x/table1")
     [
         (61.0, 51.0, "gain"),  # the paper has 60 over 50
         (56.0, 51.0, "gain"),
-        (55.9, 51.0, "missed, no reason yet"),  # less than half
-        (60.0, None, "missed, no reason yet"),  # equal to the paper's, but rounds are no points
-        (None, 51.0, "missed, no reason yet"),  # never got there
-        (45.0, 51.0, "missed, no reason yet"),  # the other way
+        (55.9, 51.0, "missed, reason open"),  # less than half
+        (60.0, None, "missed, reason open"),  # equal to the paper's, but rounds are no points
+        (None, 51.0, "missed, reason open"),  # never got there
+        (45.0, 51.0, "missed, reason open"),  # the other way
     ],
 )
 def test_rounds_to_a_target_are_judged_by_the_gain_alone(score, base, verdict):
@@ -202,10 +248,10 @@ def test_rounds_to_a_target_are_judged_by_the_gain_alone(score, base, verdict):
 @pytest.mark.parametrize(
     ("score", "verdict"),
     [
-        (50.1, "missed, no reason yet"),  # less than half of the loss
+        (50.1, "missed, reason open"),  # less than half of the loss
         (50.0, "gain"),
         (35.0, "gain"),
-        (34.9, "missed, no reason yet"),  # a collapse
+        (34.9, "missed, reason open"),  # a collapse
     ],
 )
 def test_a_loss_is_reproduced_from_half_to_double(score, verdict):
@@ -219,7 +265,7 @@ def test_a_loss_is_reproduced_from_half_to_double(score, verdict):
     ("table", "score", "base", "verdict"),
     [
         (SAVING, 30.0, 95.0, "gain"),
-        (COUNTED, 95.0, 30.0, "missed, no reason yet"),
+        (COUNTED, 95.0, 30.0, "missed, reason open"),
         (COUNTED, 50.0, 30.0, "gain"),
     ],
 )
@@ -232,9 +278,9 @@ def test_fewer_rounds_are_never_too_few(table, score, base, verdict):
 
 def test_a_miss_with_a_finding_says_so_on_its_cell_alone():
     results = [line(row, column, 0, 10.0) for row in ("fedavg", "scaffold") for column in "ab"]
-    assert shown(*results, column="b").verdict == "missed"
-    assert shown(*results, column="a").verdict == "missed, no reason yet"
-    assert shown(*results, row="fedavg", column="b").verdict == "missed, no reason yet"
+    assert shown(*results, column="b").verdict == "missed, reason argued"
+    assert shown(*results, column="a").verdict == "missed, reason open"
+    assert shown(*results, row="fedavg", column="b").verdict == "missed, reason open"
 
 
 def test_reduced_runs_are_marked_and_never_judged():
@@ -309,9 +355,9 @@ def test_lines_go_down_one_column_after_another():
     ("base", "verdict"),
     [
         (39.2, "gain"),  # 0.8, as the paper has
-        (39.7, "missed, no reason yet"),
+        (39.7, "missed, reason open"),
         (38.0, "gain"),  # a gain may be more than double
-        (40.5, "missed, no reason yet"),
+        (40.5, "missed, reason open"),
     ],
 )
 def test_a_gain_of_less_than_a_point_is_a_gain(base, verdict):
@@ -329,7 +375,7 @@ def test_where_the_paper_prints_no_baseline_there_is_no_gain_to_share():
     results = [line(row, "a", 0, 40.0, table=table) for row in ("fedavg", "scaffold")]
     (found,) = lines_of(table, results, table.rows[1:], table.columns[:1])
     assert (found.gain_paper, found.gain_ours) == ("-", "+0.00")
-    assert found.verdict == "missed, no reason yet"
+    assert found.verdict == "missed, reason open"
 
 
 def test_a_finding_speaks_of_cells_that_match_any_of_its_patterns():
@@ -337,14 +383,14 @@ def test_a_finding_speaks_of_cells_that_match_any_of_its_patterns():
     (found,) = lines_of(
         table, [line("scaffold", "b", 0, 10.0, table=table)], table.rows[1:], table.columns[1:]
     )
-    assert found.verdict == "missed"
+    assert found.verdict == "missed, reason argued"
 
 
 def test_a_finding_that_names_no_cell_speaks_of_all():
     table = read_table(TOML.replace('rows = ["scaf*"]\ncolumns = ["b"]\n', ""), "x/table1")
     results = [line(row, "a", 0, 10.0, table=table) for row in ("fedavg", "scaffold")]
     lines = lines_of(table, results, table.rows, table.columns[:1])
-    assert [found.verdict for found in lines] == ["missed", "missed"]
+    assert [found.verdict for found in lines] == ["missed, reason argued"] * 2
 
 
 def test_rounds_have_no_digits_and_a_printed_spread_is_shown():
@@ -573,19 +619,131 @@ def test_the_results_that_ship_belong_to_the_tables_as_they_are():
     assert len({result.key for result in stored}) == len(stored)
 
 
-def test_docs_papers_is_what_the_results_say():
+def test_docs_papers_is_what_the_results_say(whole_page):
     written = (DOCS / "papers.md").read_text(encoding="utf-8")
-    assert written == page(shipped()), "run: fedbasin paper show --markdown > docs/papers.md"
+    assert written == whole_page, "run: fedbasin paper show --markdown > docs/papers.md"
 
 
-def test_the_readme_counts_as_the_page_does():
-    (counts,) = re.findall(r"\*\*all\*\* \|(.+)\|", page(shipped()))
-    near, gain, missed = (int(number) for number in counts.split("|")[3:6])
-    told = (
-        f"Of {near + gain + missed} cells run at full length that the paper's numbers can judge, "
-        f"{near} are within 3 points, {gain} more bring the gain, {missed} are missed"
+def test_the_readme_counts_as_the_page_does(whole_page):
+    head, counts = (
+        [part.strip() for part in re.findall(pattern, whole_page)[0].split("|")]
+        for pattern in (r"\| table \| cells \|(.+)\|", r"\*\*all\*\* \| \d+ \|(.+)\|")
     )
-    assert told in (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    n = dict(zip(head, map(int, counts), strict=True))
+    alone = n["near"] - n["of these confirmed"] - n["not confirmed"] - n["too small"]
+    assert n["missed"] == n["of these shown"] + n["argued"] + n["open"]
+    told = (
+        f"Of {n['near'] + n['gain'] + n['missed']} cells run at full length that the paper's "
+        f"numbers can judge, {n['near']} are within 3 points, {n['gain']} more bring the gain, "
+        f"{n['missed']} are missed. Of the {n['near']}, {n['of these confirmed']} confirm the "
+        f"direction of the paper's gain, {n['not confirmed']} do not, {n['too small']} are too "
+        f"small to tell and {alone} have no gain to compare. Of the {n['missed']} misses the "
+        f"reason is shown by result lines for {n['of these shown']}, argued for {n['argued']} and "
+        f"open for {n['open']}"
+    )
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert told in " ".join(readme.split()), told
+
+
+@pytest.fixture(scope="module")
+def whole_page():
+    return page(shipped())
+
+
+def test_a_line_serves_every_cell_of_its_paper_with_the_same_run():
+    figure = load_table("ima/figure6")
+    lines = served(figure, shipped())
+    assert not [result for result in shipped() if result.table == figure.name]
+    assert len(lines) == 48
+    cell = next(
+        c for c in compare(figure, shipped(), figure.rows[1:2], figure.columns)
+        if c.column.name == "rate 0.1"
+    )  # fmt: skip
+    assert cell.borrowed == "ima/table1" and cell.line.ours == "64.21 (1 seed), run of ima/table1"
+    own = line("scaffold", "a", 0, 60.0)
+    other = replace(own, table="x/table2", row="another", column="name", score=50.0)
+    a_cell = {("scaffold", column): [other] for column in "ab"}  # both columns are one run
+    assert served(TABLE, [other]) == a_cell
+    assert served(TABLE, [other, own])["scaffold", "a"] == [own]  # its own goes first
+    for changed in (
+        replace(other, table="y/table2"),  # another paper
+        replace(other, measure="accuracy of something else"),
+        replace(other, config="0" * 16),
+        replace(other, seed=1),
+        replace(other, rounds=50),
+    ):
+        assert served(TABLE, [changed]) == {}
+
+
+@pytest.mark.parametrize("name", ["ima/table1", "wima/table2", "flamby/heart-disease"])
+def test_a_cell_s_configs_are_the_fingerprints_of_its_experiments(name):
+    table = load_table(name)
+    for row, column in [(table.rows[0], table.columns[0]), (table.rows[-1], table.columns[-1])]:
+        configs = CellConfigs(table, row, column)
+        for seed, rounds in ((0, 100), (3, 7), (42, 400)):
+            made = replace(experiment_of(table, row, column, seed=seed), rounds=rounds)
+            assert configs.config(seed, rounds) == fingerprint(made)
+    fixed = read_table(TOML.replace("[setup]", "[setup]\npartition.seed = 5"), "x/table1")
+    made = replace(experiment_of(fixed, fixed.rows[0], fixed.columns[0], seed=3), rounds=9)
+    assert CellConfigs(fixed, fixed.rows[0], fixed.columns[0]).config(3, 9) == fingerprint(made)
+
+
+TRIED = TOML.replace('columns = ["b"]\n', 'columns = ["b"]\nshown_by = ["slow"]\n').replace(
+    "[published]",
+    '[[trials]]\nname = "slow"\nrow = "scaffold"\ncolumns = ["b"]\n'
+    "setup = { local = { lr = 0.01 } }\n[published]",
+)
+
+
+def test_a_reason_is_shown_by_the_line_of_its_trial_and_not_without():
+    table = read_table(TRIED, "x/table1")
+    missed = line("scaffold", "b", 0, 10.0, table=table)
+    ((row, column),) = table.trial_cells()
+    ((trial,), _) = runs_of(table, [(row, column)], [0])
+    assert trial.command == "fedbasin paper run x/table1 --trials slow --columns b --seeds 0"
+    tried = replace(missed, row="slow", score=58.0, config=trial.config)
+    for lines, state in (([missed], "argued"), ([missed, tried], "shown")):
+        (found,) = lines_of(table, lines, table.rows[1:], table.columns[1:])
+        assert found.verdict == f"missed, reason {state}"
+        text = section(table, lines, table.rows, table.columns)
+        assert f"- Found (`scaf*; b`; {state}): another split" in text
+        shown = "| slow | scaffold | b | 60.00 | 58.00 (1 seed) | -2.00 |" in text
+        assert shown == (state == "shown")
+    assert not compare(table, [missed, tried], table.rows[:1], table.columns)[1].ours
+
+
+def test_a_number_in_doubt_is_marked():
+    doubt = '[[doubts]]\nrows = ["scaffold"]\ncolumns = ["a"]\ntext = "smudged"\n[published]'
+    table = read_table(TOML.replace("[published]", doubt), "x/table1")
+    lines = lines_of(table, [], table.rows, table.columns)
+    assert [found.paper for found in lines] == ["50.00", "60.00 (in doubt)", "50.00", "60.00"]
+    text = section(table, [], table.rows, table.columns)
+    assert "- In doubt (`scaffold; a`): smudged" in text
+    ima = load_table("ima/table1")
+    cells = [ima.printed(row, column) for row in ima.rows for column in ima.columns]
+    assert sum(cell.doubted for cell in cells) == 42
+    wima = load_table("wima/table2")
+    cells = [wima.printed(row, column) for row in wima.rows for column in wima.columns]
+    assert sum(cell.doubted for cell in cells) == 20  # FedDyn's pair is N/A
+
+
+def test_no_printed_row_is_counted_twice():
+    for name in table_names():
+        table = load_table(name)
+        rows = [str(table.published[row.name]) for row in table.rows if row.name in table.published]
+        numbers = [row for row in rows if re.search(r"\d", row)]
+        alike = {row for row in numbers if numbers.count(row) > 1}
+        assert not alike or name.startswith("flamby/"), name  # 16 test rows: equal means
+
+
+def test_what_another_command_measures_stands_beside_the_paper(whole_page):
+    assert "### fedwcm/table2" in whole_page
+    text = whole_page.split("### fedwcm/table2")[1].split("###")[0]
+    assert "Score: bytes of one client's message." in text
+    assert "`fedbasin private-counts`" in text and "| plaintext | classes 100 | 856 | 856 |" in text
+    assert "Nothing of it has been run" not in text
+    text = whole_page.split("### fedlaw/table11")[1].split("##")[0]
+    assert "Score: Pearson correlation" in text
 
 
 def test_the_page_shows_a_result_with_its_device_and_reason(monkeypatch):
@@ -598,11 +756,14 @@ def test_the_page_shows_a_result_with_its_device_and_reason(monkeypatch):
         line("fedavg", "a", 0, 50.0, table=table, rounds=10),
     ]
     text = page(mine)
-    assert "| scaffold | b | 60.00 | 10.00 (1 seed) | -50.00 | +10.00 | - | missed |" in text
-    assert "- Found (`scaf*; b`): another split" in text and "Run on a GPU, cpu." in text
+    missed = "| scaffold | b | 60.00 | 10.00 (1 seed) | -50.00 | +10.00 | - | - |"
+    assert f"{missed} missed, reason argued |" in text
+    assert "- Found (`scaf*; b`; argued): another split" in text and "Run on a GPU, cpu." in text
     assert "50.00 (1 seed), reduced: 10 of 100 rounds" in text
-    # cells, can run, at full length, near, gain, missed, reduced
-    assert "| ima/t | 6 | 4 | 1 | 0 | 0 | 1 | 1 |\n| **all** | 12 | 8 | 2 | 0 | 0 | 2 | 2 |" in text
+    # cells, can run, at full length, near (and its directions), gain, missed (and why), reduced
+    # columns a and b are one run, so both rows have two cells each
+    one = "| ima/t | 6 | 4 | 2 | 0 | 0 | 0 | 0 | 0 | 2 | 0 | 1 | 1 | 2 |\n"
+    assert one + "| **all** | 12 | 8 | 4 | 0 | 0 | 0 | 0 | 0 | 4 | 0 | 2 | 2 | 4 |" in text
 
 
 def test_a_section_of_some_cells_speaks_of_these_alone():

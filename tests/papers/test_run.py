@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,10 +17,10 @@ from fedbasin.cli import app
 from fedbasin.cli.paper import _read_seeds
 from fedbasin.core.lock import alone_in
 from fedbasin.core.record import RoundRecord, RunFolder
-from fedbasin.experiment import from_mapping, run
-from fedbasin.experiment.config import override
+from fedbasin.experiment import run
 from fedbasin.experiment.runs import Branch, run_cell
 from fedbasin.papers import cell_runs_of, load_table, reason, table_names
+from fedbasin.papers.grid import runs_of
 from fedbasin.papers.results import append, read, result_of
 from fedbasin.papers.run import Grid, over
 from fedbasin.papers.tables import read_table, select
@@ -176,7 +176,7 @@ def test_show_says_why_a_cell_is_missed_and_nothing_of_one_that_is_not():
     near = CliRunner().invoke(app, [*cells, "fmnist shards4"]).output
     assert "near" in near and "why" not in near
     missed = CliRunner().invoke(app, [*cells, "fmnist shards4,fmnist shards8"]).output
-    assert missed.count("why (") == 1 and "dir0.5): It is mu, which the paper" in missed
+    assert missed.count("why (") == 1 and "dir0.5; argued): It is mu, which" in missed
 
 
 def test_markdown_is_of_the_cells_that_were_asked_for(invoke, tmp_path):
@@ -279,34 +279,19 @@ def test_the_list_of_gpu_commands_names_cells_that_can_run(tmp_path):
         assert not any(reason(table, row, column) for row in rows for column in columns)
 
 
-def test_the_runs_behind_findings_change_a_cell_that_can_run(tmp_path):
-    script = Path(__file__).parents[2] / "benchmarks" / "evidence" / "papers_why.sh"
-    told = tmp_path / "commands.jsonl"
-    fake = tmp_path / "fedbasin"  # a cell's config file holds the command that asked for it
-    fake.write_text(
-        f"#!{sys.executable}\nimport json, sys\nline = json.dumps(sys.argv[1:])\n"
-        f"print(line)\nif sys.argv[1] == 'run':\n"
-        f"    open({str(told)!r}, 'a').write(line + '\\n')\n"
-    )
-    fake.chmod(0o755)
-    source = script.read_text()
-    findings = re.findall(r"\w+", source.split("FINDING:")[1].split("#\n")[0])
-    helpers = {"cell", "try", "fresh"}
-    assert {*findings, *helpers} == set(re.findall(r"^(\w+)\(\)", source, re.M))
-    environment = {**os.environ, "FEDBASIN": str(fake), "JOBS": "4"}
-    subprocess.run(
-        [script, tmp_path / "out", *findings], env=environment, check=True, capture_output=True
-    )
-    commands = [json.loads(line) for line in told.read_text().splitlines()]
-    assert len({command[command.index("--out") + 1] for command in commands}) == len(commands) > 10
-    for _, config, *options in commands:
-        _, _, name, _, row, _, column = json.loads(Path(config).read_text())
+def test_every_trial_changes_its_row_and_can_run():
+    trials = 0
+    for name in table_names():
         table = load_table(name)
-        picked = select(table.rows, row, "row"), select(table.columns, column, "column")
-        ((cell_run,), _) = cell_runs_of(table, *picked, [table.seeds[0]])
-        changes = [options[i + 1] for i, option in enumerate(options) if option == "--set"]
-        changed = override(cell_run.experiment.settings(), changes)
-        assert from_mapping(changed) != cell_run.experiment
+        rows = {row.name: row for row in table.rows}
+        for row, column in table.trial_cells():
+            ((changed,), reasons) = runs_of(table, [(row, column)], [table.seeds[0]])
+            ((plain,), _) = runs_of(table, [(rows[row.trial_of], column)], [table.seeds[0]])
+            assert not reasons and changed.config != plain.config, (name, row.name)
+            assert changed.experiment.data.name == plain.experiment.data.name
+            assert f"--trials {shlex.quote(row.name)}" in changed.command
+            trials += 1
+    assert trials > 40
 
 
 ALIKE = read_table(

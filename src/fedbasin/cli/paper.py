@@ -35,6 +35,13 @@ Rows = Annotated[
     str, typer.Option(help="Rows, separated by commas; * stands for anything. All by default.")
 ]
 Columns = Annotated[str, typer.Option(help="Columns, likewise.")]
+Trials = Annotated[
+    str | None,
+    typer.Option(
+        help="Run these trials instead of rows: rows with something changed, as the table's "
+        "findings name them; * for all."
+    ),
+]
 Out = Annotated[Path, typer.Option(help="Where run folders and results.jsonl lie.")]
 Results = Annotated[
     Path | None, typer.Option(help="File of result lines; results.jsonl in --out by default.")
@@ -73,6 +80,7 @@ def run(
     name: Name,
     rows: Rows = "*",
     columns: Columns = "*",
+    trials: Trials = None,
     seeds: Annotated[
         str | None, typer.Option(help="Seeds, as in 0,1,2 or 0-39; the table's by default.")
     ] = None,
@@ -97,13 +105,14 @@ def run(
     share these rounds.
     """
     from fedbasin.experiment.executors import pick_device
-    from fedbasin.papers import cell_runs_of, load_table
+    from fedbasin.papers import load_table
+    from fedbasin.papers.grid import runs_of
     from fedbasin.papers.run import Grid as Runs
 
     table = load_table(name)
-    picked = _picked(table, rows, columns)
+    asked = _asked(table, rows, columns, trials)
     numbers = _read_seeds(seeds) if seeds else list(table.seeds)
-    cell_runs, reasons = cell_runs_of(table, *picked, numbers, share=rounds, device=device)
+    cell_runs, reasons = runs_of(table, asked, numbers, share=rounds, device=device)
     for why, cells in reasons.items():
         shown = ", ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
         console.print(Text(f"cannot run {shown}: {why}", style="yellow"), soft_wrap=True)
@@ -130,7 +139,7 @@ def run(
             rounds=sum(left),
             again="the same command",
         )
-    _print_beside(table, grid.lines(), *picked, only_ours=True)
+    _print_beside(table, grid.lines(), *_picked(table, rows, columns), only_ours=True)
     if grid.failures:
         told = "\n".join(f"  {command}\n    {why}" for command, why in grid.failures.items())
         raise RuntimeError(f"{len(grid.failures)} cells failed; the others are done:\n{told}")
@@ -185,8 +194,9 @@ def show(
     """Show paper and ours side by side: difference, and gain over the baseline of both.
 
     A verdict is near (within 3 points), gain (the direction and at least half of the gain) or
-    missed; reasons that experiments have shown are printed below. Runs of fewer rounds than the
-    paper's, or on a part of its data, are marked and get no verdict.
+    missed, with what its reason rests on; reasons are printed below. The direction says whether
+    our gain has the sign of the paper's. Runs of fewer rounds than the paper's, or on a part of its
+    data, are marked and get no verdict.
     """
     from fedbasin.papers.page import page, section, sheet
     from fedbasin.papers.results import shipped
@@ -271,25 +281,45 @@ def _picked(table: Table, rows: str, columns: str) -> tuple[list[Axis], list[Axi
     return select(table.rows, rows, "--rows"), select(table.columns, columns, "--columns")
 
 
+def _asked(table: Table, rows: str, columns: str, trials: str | None) -> list[tuple[Axis, Axis]]:
+    """Return the cells that a command names."""
+    from fedbasin.papers.tables import select
+
+    picked_rows, picked_columns = _picked(table, rows, columns)
+    if trials is None:
+        return [(row, column) for column in picked_columns for row in picked_rows]
+    if rows != "*":
+        raise ValueError("--rows and --trials: give one of them")
+    cells = table.trial_cells()
+    if not cells:
+        raise ValueError(f"{table.name} has no trials")
+    by_name = {row.name: row for row, _ in cells}
+    names = {row.name for row in select(tuple(by_name.values()), trials, "--trials")}
+    return [(row, col) for row, col in cells if row.name in names and col in picked_columns]
+
+
 def _print_beside(
     table: Table, results: list[Result], rows: list[Axis], columns: list[Axis], *, only_ours: bool
 ) -> None:
-    from fedbasin.papers import lines_of
-    from fedbasin.papers.beside import HEADER
-    from fedbasin.papers.page import findings_of
+    from fedbasin.papers.beside import HEADER, basis, compare_lines
+    from fedbasin.papers.page import findings_of, trials_of
+    from fedbasin.papers.results import served
 
-    lines = lines_of(table, results, rows, columns)
+    lines = served(table, results)
+    cells = compare_lines(table, lines, [(row, col) for col in columns for row in rows])
     if only_ours:
-        lines = [line for line in lines if line.ours != "-"]
-    if not lines:
+        cells = [cell for cell in cells if cell.ours]
+    trials = trials_of(table, lines, rows, columns)
+    if not cells and not trials:
         return
     grid = Grid(*HEADER, title=f"{table.name}: {table.title}", caption=table.score.text)
-    for line in lines:
-        grid.add_row(*(Text(cell) for cell in line.cells))
+    for cell in (*cells, *trials):
+        grid.add_row(*(Text(text) for text in cell.line.cells))
     console.print(grid)
-    missed = {(line.row, line.column) for line in lines if line.verdict.startswith("missed")}
+    missed = {(c.row.name, c.column.name) for c in cells if c.verdict == "missed"}
     for finding in findings_of(table, missed):
-        console.print(Text(f"why ({finding.cells}): {finding.text}"), soft_wrap=True)
+        told = f"why ({finding.cells}; {basis(finding, lines)}): {finding.text}"
+        console.print(Text(told), soft_wrap=True)
 
 
 def _describe(table: Table) -> None:
@@ -309,6 +339,12 @@ def _describe(table: Table) -> None:
             method = "" if why else method_of(table, row, column)
             grid.add_row(*map(Text, (row.name, column.name, method, number, why)))
     console.print(grid)
+    if table.trials:
+        trials = Grid("trial", "of row", "column", "method")
+        for row, column in table.trial_cells():
+            texts = (row.name, row.trial_of, column.name, method_of(table, row, column))
+            trials.add_row(*map(Text, texts))
+        console.print(trials)
 
 
 def _read_seeds(text: str) -> list[int]:

@@ -294,19 +294,17 @@ class Experiment:
 
     def resolved(self) -> Experiment:
         """Return the same run with expressions in canonical form and a fixed partition seed."""
-        seed = self.seed if self.partition.seed < 0 else self.partition.seed
-        resolved = replace(self, partition=replace(self.partition, seed=seed))
+        changes: dict[str, dict[str, Any]] = {"": {}, "partition": {}}
+        if self.partition.seed < 0:
+            changes["partition"]["seed"] = self.seed
         for path, value, kind in _expressions(self):
             if isinstance(value, tuple):  # metrics, whose texts result lines are hashed with
                 continue
             section, _, name = path.rpartition(".")
-            canonical: Any = text(parse(value, kind))
-            if section:
-                part = replace(getattr(resolved, section), **{name: canonical})
-                resolved = replace(resolved, **{section: part})
-            else:
-                resolved = replace(resolved, **{name: canonical})
-        return resolved
+            changes.setdefault(section, {})[name] = text(parse(value, kind))
+        top: dict[str, Any] = changes.pop("")
+        sections = {name: replace(getattr(self, name), **some) for name, some in changes.items()}
+        return replace(self, **top, **sections)
 
     def settings(self) -> dict[str, Any]:
         """Return every setting, nested by section."""

@@ -10,6 +10,7 @@ local step is a step of gradient descent on the cohort's objective whatever the 
 
 What to watch. This is the paper's damped momentum. Code with U = G + beta M (torch, optax, fedjax)
 needs eta (1 - beta) in place of ours: a learning rate copied from there is 10 times off at 0.9.
+`damped=False` takes such a rate as it is.
 
 Departures from the paper: the full gradient is taken without augmentation and dropout, and weight
 decay is in neither G nor M but added by the local optimiser. Clients drop out before phase 1 or
@@ -35,7 +36,12 @@ from fedbasin.core.rule import Gradient, LocalRule, Rules, Setting, Start
 from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.step import other_loss
-from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
+from fedbasin.methods.parts.client_momentum import (
+    ClientMomentum,
+    SharedMomentum,
+    UndampedMomentum,
+    frozen_momentum,
+)
 
 
 class CohortGradient(NamedTuple):
@@ -98,12 +104,15 @@ class Mime(NeedsGradients, Averaging):
         momentum: beta in [0, 1); 0 is MIME SGD (two models down).
         server_lr: eta_s, the server's step along the mean update.
         weighting: p_i by ``"uniform"`` (the paper) or ``"samples"``.
+        damped: whether steps are those of the paper; if not, they are 1 / (1 - beta) times as long,
+            for learning rates of code that writes G + beta M (fedjax, optax, torch).
         local: further rules for the clients.
     """
 
     momentum: float = 0.9
     server_lr: float = 1.0
     weighting: Weighting = "uniform"
+    damped: bool = True
     local: Rules = ()
 
     def __post_init__(self) -> None:
@@ -118,7 +127,8 @@ class Mime(NeedsGradients, Averaging):
 
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the momentum, where there is any, around the recentred gradient."""
-        return (ClientMomentum(), Recentred()) if self.momentum else (Recentred(),)
+        momentum = ClientMomentum() if self.damped else UndampedMomentum()
+        return (momentum, Recentred()) if self.momentum else (Recentred(),)
 
     def own_broadcast(self, state: MimeState, server: Tensor, context: Context) -> tuple[Any, ...]:
         """Send M and C beside the model."""

@@ -30,7 +30,12 @@ from fedbasin.core.rule import Finish, LocalRule, Rules, Setting, Start, SurveyB
 from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
 from fedbasin.local.step import other_loss, summed_gradient
-from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum, frozen_momentum
+from fedbasin.methods.parts.client_momentum import (
+    ClientMomentum,
+    SharedMomentum,
+    UndampedMomentum,
+    frozen_momentum,
+)
 
 
 class FullGradient(NamedTuple):
@@ -85,12 +90,15 @@ class MimeLite(Averaging):
         momentum: beta in [0, 1); 0 is FedAvg.
         server_lr: eta_s, the server's step along the mean update.
         weighting: p_i by ``"uniform"`` (the paper) or ``"samples"``.
+        damped: whether steps are those of the paper; if not, they are 1 / (1 - beta) times as long,
+            for learning rates of code that writes G + beta M (fedjax, optax, torch).
         local: further rules for the clients.
     """
 
     momentum: float = 0.9
     server_lr: float = 1.0
     weighting: Weighting = "uniform"
+    damped: bool = True
     local: Rules = ()
 
     def __post_init__(self) -> None:
@@ -105,7 +113,8 @@ class MimeLite(Averaging):
 
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the momentum, and the report of the gradient."""
-        return (ClientMomentum(), ReportGradient())
+        momentum = ClientMomentum() if self.damped else UndampedMomentum()
+        return (momentum, ReportGradient())
 
     def own_broadcast(
         self, state: MimeLiteState, server: Tensor, context: Context

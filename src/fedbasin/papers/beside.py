@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from statistics import fmean, stdev
+from typing import Literal
 
-from fedbasin.papers.results import Result, fresh
-from fedbasin.papers.tables import Axis, Finding, Published, Score, Table
+from fedbasin.papers.results import Result, served
+from fedbasin.papers.tables import Axis, Finding, Published, Score, Table, matches
 
 NEAR = 3.0  # points
-HEADER = ("row", "column", "paper", "ours", "difference", "gain: paper", "gain: ours", "verdict")
+HEADER = (
+    "row",
+    "column",
+    "paper",
+    "ours",
+    "difference",
+    "gain: paper",
+    "gain: ours",
+    "direction",
+    "verdict",
+)
+Direction = Literal["", "confirmed", "not confirmed", "too small to tell"]
+Basis = Literal["shown", "argued", "open"]
+Lines = Mapping[tuple[str, str], Sequence[Result]]  # by row and column
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,7 @@ class Line:
     difference: str
     gain_paper: str
     gain_ours: str
+    direction: str
     verdict: str
 
     @property
@@ -78,7 +92,9 @@ class Compared:
         ours: our results, if there are any.
         gain_paper: the paper's gain over its baseline.
         gain_ours: our gain over ours.
+        gain_spread: the standard deviation of our gain over seeds, of two or more.
         verdict: near, gain or missed; ``"-"`` if nothing is printed to compare with.
+        basis: what the reason of a miss rests on.
     """
 
     table: Table
@@ -88,7 +104,9 @@ class Compared:
     ours: Ours | None
     gain_paper: float | None
     gain_ours: float | None
-    verdict: str
+    gain_spread: float | None = None
+    verdict: str = "-"
+    basis: Basis = "open"
 
     @property
     def score(self) -> Score:
@@ -98,7 +116,28 @@ class Compared:
     @property
     def judged(self) -> bool:
         """Whether it has a verdict on the paper's number or gain."""
-        return self.verdict.startswith(("near", "gain", "missed"))
+        return self.verdict in ("near", "gain", "missed")
+
+    @property
+    def direction(self) -> Direction:
+        """Whether our gain has the sign of the paper's.
+
+        A gain within its standard deviation over seeds tells nothing. With one seed there is no
+        deviation, and the sign alone counts.
+        """
+        paper = self.gain_paper
+        ours = self.gain_ours
+        if not self.judged or paper is None or ours is None:
+            return ""
+        if paper == 0 or abs(ours) <= (self.gain_spread or 0):
+            return "too small to tell"
+        return "confirmed" if paper * ours > 0 else "not confirmed"
+
+    @property
+    def borrowed(self) -> str:
+        """The other table whose line serves this cell; empty if it has its own."""
+        first = self.ours.results[0].table if self.ours else self.table.name
+        return "" if first == self.table.name else first
 
     @property
     def difference(self) -> float | None:
@@ -106,7 +145,7 @@ class Compared:
         return _minus(self.ours.mean if self.ours else None, self.published.value)
 
     @property
-    def values(self) -> dict[str, str | float | None]:
+    def values(self) -> dict[str, str | float | bool | None]:
         """The cell for programs: names, numbers, and None for a number that does not exist."""
         ours = self.ours
         return {
@@ -117,6 +156,7 @@ class Compared:
             "paper": self.published.value,
             "paper_spread": self.published.spread,
             "paper_mark": self.published.mark or None,
+            "paper_doubted": self.published.doubted,
             "ours": ours.mean if ours else None,
             "ours_spread": ours.spread if ours else None,
             "seeds": len(ours.results) if ours else None,
@@ -124,7 +164,10 @@ class Compared:
             "difference": self.difference,
             "gain_paper": self.gain_paper,
             "gain_ours": self.gain_ours,
+            "gain_spread": self.gain_spread,
+            "direction": self.direction or None,
             "verdict": None if self.verdict == "-" else self.verdict,
+            "reason": self.basis if self.verdict == "missed" else None,
             "rounds": ours.results[0].rounds if ours else None,
             "full_rounds": ours.results[0].full_rounds if ours else None,
             "data_share": ours.data_share if ours else None,
@@ -134,15 +177,23 @@ class Compared:
     def line(self) -> Line:
         """The cell for people."""
         digits = {"rounds_to_target": 0, "note": 4}.get(self.score.kind, 2)
+        ours = _ours(self.ours, digits)
+        if self.borrowed:
+            ours += f", run of {self.borrowed}"
+        gain_ours = _signed(self.gain_ours, digits)
+        if self.gain_ours is not None and self.gain_spread is not None:
+            gain_ours += f" ± {self.gain_spread:.{digits}f}"
+        missed = self.verdict == "missed"
         return Line(
             row=self.row.name,
             column=self.column.name,
             paper=_printed(self.published, digits),
-            ours=_ours(self.ours, digits),
+            ours=ours,
             difference=_signed(self.difference, digits),
             gain_paper=_signed(self.gain_paper, digits),
-            gain_ours=_signed(self.gain_ours, digits),
-            verdict=self.verdict,
+            gain_ours=gain_ours,
+            direction=self.direction or "-",
+            verdict=f"missed, reason {self.basis}" if missed else self.verdict,
         )
 
 
@@ -150,8 +201,14 @@ def compare(
     table: Table, results: Iterable[Result], rows: Sequence[Axis], columns: Sequence[Axis]
 ) -> list[Compared]:
     """Return the cells of some rows and columns; results of older settings are left out."""
-    gathered = _gather(fresh(table, results))
-    return [_compared(table, row, column, gathered) for column in columns for row in rows]
+    lines = served(table, results)
+    return compare_lines(table, lines, [(row, column) for column in columns for row in rows])
+
+
+def compare_lines(table: Table, lines: Lines, cells: Iterable[tuple[Axis, Axis]]) -> list[Compared]:
+    """Return cells with their lines, those of `served`."""
+    gathered = {cell: _longest(some) for cell, some in lines.items()}
+    return [_compared(table, row, column, gathered) for row, column in cells]
 
 
 def lines_of(
@@ -161,22 +218,15 @@ def lines_of(
     return [cell.line for cell in compare(table, results, rows, columns)]
 
 
-def _gather(results: Iterable[Result]) -> dict[tuple[str, str], Ours]:
-    by_cell: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        by_cell.setdefault((result.row, result.column), []).append(result)
-    gathered = {}
-    for cell, of_cell in by_cell.items():
-        longest = max(result.rounds for result in of_cell)
-        by_seed = {
-            r.seed: r for r in of_cell if r.rounds == longest
-        }  # the last line of a seed counts
-        gathered[cell] = Ours(tuple(by_seed[seed] for seed in sorted(by_seed)))
-    return gathered
+def _longest(results: Sequence[Result]) -> Ours:
+    rounds = max(result.rounds for result in results)
+    # the last line of a seed counts
+    by_seed = {result.seed: result for result in results if result.rounds == rounds}
+    return Ours(tuple(by_seed[seed] for seed in sorted(by_seed)))
 
 
 def _compared(
-    table: Table, row: Axis, column: Axis, gathered: dict[tuple[str, str], Ours]
+    table: Table, row: Axis, column: Axis, gathered: Mapping[tuple[str, str], Ours]
 ) -> Compared:
     published = table.printed(row, column)
     ours = gathered.get((row.name, column.name))
@@ -184,28 +234,57 @@ def _compared(
     base_published = table.printed(*base) if base else None
     base_ours = gathered.get((base[0].name, base[1].name)) if base else None
     gain_paper = _minus(published.value, base_published.value if base_published else None)
-    gain_ours = _paired_gain(ours, base_ours)
-    unjudged = Compared(table, row, column, published, ours, gain_paper, gain_ours, "-")
-    return replace(unjudged, verdict=_verdict(unjudged))
+    gains = _paired_gains(ours, base_ours)
+    cell = Compared(
+        table,
+        row,
+        column,
+        published,
+        ours,
+        gain_paper,
+        gain_ours=fmean(gains) if gains else None,
+        gain_spread=stdev(gains) if len(gains) > 1 else None,
+    )
+    cell = replace(cell, verdict=_verdict(cell))
+    bases = [basis(finding, gathered) for finding in why(table, row, column)]
+    return replace(cell, basis=_strongest(bases))
+
+
+def _strongest(bases: Sequence[Basis]) -> Basis:
+    order: tuple[Basis, ...] = ("shown", "argued", "open")
+    return min(bases, key=order.index, default="open")
+
+
+def basis(finding: Finding, gathered: Iterable[tuple[str, str]]) -> Basis:
+    """Return what a finding rests on.
+
+    It is shown if each row or trial that it names has a line in one of its columns.
+    """
+    ran = {row for row, column in gathered if matches(finding.columns, column)}
+    if finding.shown_by and ran.issuperset(finding.shown_by):
+        return "shown"
+    return finding.basis
 
 
 def _minus(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a - b
 
 
-def _paired_gain(ours: Ours | None, base: Ours | None) -> float | None:
-    """Return the mean gain over the seeds that both have, of runs of the same length."""
+def _paired_gains(ours: Ours | None, base: Ours | None) -> list[float]:
+    """Return the gains of the seeds that both have, of runs of the same length."""
     if ours is None or base is None or ours.results[0].rounds != base.results[0].rounds:
-        return None
+        return []
     both = ours.scores.keys() & base.scores.keys()
-    return fmean(ours.scores[s] - base.scores[s] for s in both) if both else None
+    return [ours.scores[seed] - base.scores[seed] for seed in sorted(both)]
 
 
 def _printed(published: Published, digits: int) -> str:
     if published.value is None:
         return published.mark
     text = f"{published.value:.{digits}f}"
-    return text if published.spread is None else f"{text} ± {published.spread:.{digits}f}"
+    if published.spread is not None:
+        text += f" ± {published.spread:.{digits}f}"
+    return f"{text} (in doubt)" if published.doubted else text
 
 
 def _ours(ours: Ours | None, digits: int) -> str:
@@ -244,6 +323,8 @@ def _verdict(cell: Compared) -> str:
     rounds = kind == "rounds_to_target"
     if ours is None or kind == "note" or (rounds and cell.gain_paper is None):
         return "-"
+    if cell.row.trial_of:
+        return "-"  # another experiment than the paper's
     if ours.reduced:
         return "reduced"
     if any(result.partial for result in ours.results):
@@ -255,7 +336,7 @@ def _verdict(cell: Compared) -> str:
         return "near"
     if whole and _reproduced(cell.gain_paper, cell.gain_ours, better=-1 if rounds else 1):
         return "gain"
-    return "missed" if why(cell.table, cell.row, cell.column) else "missed, no reason yet"
+    return "missed"
 
 
 def _reproduced(paper: float | None, ours: float | None, better: int) -> bool:
@@ -267,8 +348,4 @@ def _reproduced(paper: float | None, ours: float | None, better: int) -> bool:
 
 def why(table: Table, row: Axis, column: Axis) -> list[Finding]:
     """Return the findings about a cell."""
-
-    def covers(patterns: tuple[str, ...], axis: Axis) -> bool:
-        return not patterns or any(fnmatchcase(axis.name, pattern) for pattern in patterns)
-
-    return [f for f in table.findings if covers(f.rows, row) and covers(f.columns, column)]
+    return [finding for finding in table.findings if finding.covers(row, column)]

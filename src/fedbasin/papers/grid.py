@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from fedbasin.core.expressions import ExpressionError, parse
 from fedbasin.experiment import Experiment, from_mapping
-from fedbasin.papers.tables import Axis, PaperError, Table
+from fedbasin.papers.tables import Axis, PaperError, Table, merged
 
 # Settings that say where, how fast and what to keep, not what is computed.
 _NO_MATTER = {
@@ -67,7 +66,8 @@ class CellRun:
     @property
     def command(self) -> str:
         """The command that does this run alone."""
-        parts = ["fedbasin", "paper", "run", self.table.name, "--rows", self.row.name]
+        kind = "--trials" if self.row.trial_of else "--rows"
+        parts = ["fedbasin", "paper", "run", self.table.name, kind, self.row.name]
         parts += ["--columns", self.column.name, "--seeds", str(self.seed)]
         if self.share < 1:
             parts += ["--rounds", f"{self.share:g}"]
@@ -80,11 +80,48 @@ class CellRun:
 
 def fingerprint(experiment: Experiment) -> str:
     """Hash the settings that differ from the defaults, so that a new setting changes no hash."""
-    now = _flat(experiment.resolved().settings())
-    default = _flat(Experiment().settings())
-    changed = {k: v for k, v in now.items() if v != default[k] and k not in _NO_MATTER}
+    return _hash(_changed(experiment.resolved()))
+
+
+def _changed(resolved: Experiment) -> dict[str, Any]:
+    """Return the settings that differ from the defaults and can change the result."""
+    now = _flat(resolved.settings())
+    default = _defaults()
+    return {k: v for k, v in now.items() if v != default[k] and k not in _NO_MATTER}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return _flat(Experiment().settings())
+
+
+def _hash(changed: Mapping[str, Any]) -> str:
     written = json.dumps(changed, sort_keys=True)
     return hashlib.blake2b(written.encode(), digest_size=8).hexdigest()
+
+
+class CellConfigs:
+    """The configs of one cell for any seed and number of rounds, without building each of them.
+
+    Building an experiment takes milliseconds and a table has hundreds of cells; a seed and a number
+    of rounds change three settings.
+    """
+
+    def __init__(self, table: Table, row: Axis, column: Axis) -> None:
+        """Build the cell once."""
+        whole = experiment_of(table, row, column, seed=0)
+        settings = settings_of(table, row, column)
+        self._changed = _changed(whole)
+        self._split_by_seed = settings.get("partition", {}).get("seed", -1) < 0
+
+    def config(self, seed: int, rounds: int) -> str:
+        """Return what `fingerprint` returns for this seed and number of rounds."""
+        numbers = {"seed": seed, "rounds": rounds}
+        if self._split_by_seed:
+            numbers["partition.seed"] = seed
+        changed = {k: v for k, v in self._changed.items() if k not in numbers}
+        changed |= {k: v for k, v in numbers.items() if v != _defaults()[k]}
+        return _hash(changed)
 
 
 def _flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -121,22 +158,11 @@ def method_of(table: Table, row: Axis, column: Axis) -> str:
 
 def settings_of(table: Table, row: Axis, column: Axis) -> dict[str, Any]:
     """Return a cell's settings: the table's, then its column's, then its row's."""
-    merged = deepcopy(dict(table.setup))
-    for part in (column.setup, row.setup):
-        _merge(merged, part)
-    merged["method"] = method_of(table, row, column)
+    settings = merged(merged(table.setup, column.setup), row.setup)
+    settings["method"] = method_of(table, row, column)
     score = table.score_of(row, column)
-    merged.setdefault("sim", {})["evaluate_last"] = score.last
-    return merged
-
-
-def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
-    for key, value in more.items():
-        if isinstance(value, Mapping):
-            section = into.setdefault(key, {})
-            _merge(section, value)
-        else:
-            into[key] = value
+    settings.setdefault("sim", {})["evaluate_last"] = score.last
+    return settings
 
 
 def reason(table: Table, row: Axis, column: Axis) -> str:
@@ -183,21 +209,33 @@ def cell_runs_of(
 
     All cells of one seed come before those of the next.
     """
+    cells = [(row, column) for column in columns for row in rows]
+    return runs_of(table, cells, seeds, share=share, device=device)
+
+
+def runs_of(
+    table: Table,
+    cells: Sequence[tuple[Axis, Axis]],
+    seeds: Sequence[int],
+    *,
+    share: float = 1.0,
+    device: str = "auto",
+) -> tuple[list[CellRun], dict[str, list[str]]]:
+    """Return the runs of some cells, and those that cannot be run, by reason."""
     if not 0 < share <= 1:
         raise PaperError(f"--rounds is {share}: write the share of the paper's rounds, in (0, 1]")
     cell_runs: list[CellRun] = []
     reasons: dict[str, list[str]] = {}
     for seed in seeds:
-        for column in columns:
-            for row in rows:
-                why = reason(table, row, column)
-                if why:
-                    cells = reasons.setdefault(why, [])
-                    name = f"{row.name} | {column.name}"
-                    if name not in cells:
-                        cells.append(name)
-                    continue
-                whole = experiment_of(table, row, column, seed=seed, device=device)
-                part = replace(whole, rounds=max(1, round(share * whole.rounds)))
-                cell_runs.append(CellRun(table, row, column, seed, share, part, whole.rounds))
+        for row, column in cells:
+            why = reason(table, row, column)
+            if why:
+                named = reasons.setdefault(why, [])
+                name = f"{row.name} | {column.name}"
+                if name not in named:
+                    named.append(name)
+                continue
+            whole = experiment_of(table, row, column, seed=seed, device=device)
+            part = replace(whole, rounds=max(1, round(share * whole.rounds)))
+            cell_runs.append(CellRun(table, row, column, seed, share, part, whole.rounds))
     return cell_runs, reasons

@@ -7,9 +7,9 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from fedbasin.papers.beside import HEADER, Compared, compare, lines_of, why
+from fedbasin.papers.beside import HEADER, Compared, Lines, basis, compare_lines, why
 from fedbasin.papers.grid import reason
-from fedbasin.papers.results import Result, fresh
+from fedbasin.papers.results import Result, served
 from fedbasin.papers.tables import (
     MARKS,
     Axis,
@@ -21,7 +21,25 @@ from fedbasin.papers.tables import (
     table_names,
 )
 
-_COUNTED = ("can run", "run at full length", "near", "gain", "missed", "reduced")
+_COUNTED = (
+    "can run",
+    "run at full length",
+    "near",
+    "of these confirmed",
+    "not confirmed",
+    "too small",
+    "gain",
+    "missed",
+    "of these shown",
+    "argued",
+    "open",
+    "reduced",
+)
+_DIRECTIONS = {
+    "confirmed": "of these confirmed",
+    "not confirmed": "not confirmed",
+    "too small to tell": "too small",
+}
 _HEAD = """\
 <!-- Written by `fedbasin paper show --markdown`; a test fails when it is out of date. -->
 # The papers' tables, ours beside theirs
@@ -43,17 +61,25 @@ fedbasin run cell.toml --set local.weight_decay=0.0       # what does the number
 
 ![Ours against the papers', all cells that have a verdict](figures/papers.png)
 
-*Made by `fedbasin paper plot --out docs/figures/papers.png`. A dot is a cell; what is
-*missed* has its reason below the table where experiments have told one.*
+*Made by `fedbasin paper plot --out docs/figures/papers.png`. A dot is a cell.*
 
 - **ours** is the mean over seeds, ± the standard deviation, without those that diverged; a cell
   with any of these is *missed*. A run of fewer rounds than the paper's is marked *reduced*, one on
   a part of the published data with its share; neither repeats the paper's number, so neither gets a
   verdict.
 - **gain** is over the baseline: the row or column that the cell is compared with in its paper.
-- **verdict**: *near* is within 3 points of the paper; *gain* is the direction and at least half of
-  the gain (where the paper's method loses, at most double the loss too); else *missed*. Rounds to a
-  target are judged by the gain alone.
+- **direction** is of the gain: *confirmed* has the sign of the paper's, *not confirmed* the other
+  one, *too small to tell* is within the standard deviation of our gain over seeds. With one seed
+  there is no deviation, and the sign alone counts.
+- **verdict**: *near* is within 3 points of the paper, whatever the direction; *gain* is the
+  direction and at least half of the gain (where the paper's method loses, at most double the loss
+  too); else *missed*. Rounds to a target are judged by the gain alone.
+- The reason of a miss stands below the table. It is *shown* where result lines that ship with
+  fedbasin show it (of a trial, below the table's rows, or of other rows), *argued* where it rests
+  on code, on the text or on runs whose lines were not kept, *open* where there is none yet or what
+  was tried does not explain the number.
+- A line serves every cell of its paper with the same settings, seed and score. *run of* names the
+  table whose line it is.
 - A method that averages late is its base until then: such a cell goes on from the base's run, and
   its line says how many rounds it shares.
 """
@@ -61,42 +87,60 @@ fedbasin run cell.toml --set local.weight_decay=0.0       # what does the number
 
 def page(results: Sequence[Result]) -> str:
     """Return the whole document."""
+    tables = [load_table(name) for name in table_names()]
+    lines = [served(table, results) for table in tables]
     blocks = [_HEAD + "".join(f"- *{mark}*: {meaning}.\n" for mark, meaning in MARKS.items())]
-    blocks += [_overview(results)]
+    blocks += [_overview([_counts(*both) for both in zip(tables, lines, strict=True)])]
     for name in paper_names():
         paper = load_paper(name)
         head = f"## {paper.title}\n\n[{paper.venue}]({paper.url})\n\nWhere the runs differ:\n\n"
         blocks.append(head + "".join(f"- {text}\n" for text in paper.differences))
-        for table in (load_table(each) for each in table_names()):
+        for table, its_lines in zip(tables, lines, strict=True):
             if table.name.startswith(f"{name}/"):
-                blocks.append(section(table, results, table.rows, table.columns))
+                blocks.append("".join(_section(table, its_lines, table.rows, table.columns)))
     return "\n".join(blocks)
 
 
-def _overview(results: Sequence[Result]) -> str:
+def counts_of(results: Sequence[Result]) -> Counter[str]:
+    """Count the cells of all tables."""
+    total: Counter[str] = Counter()
+    for table in (load_table(name) for name in table_names()):
+        total += _counts(table, served(table, results))[1]
+    return total
+
+
+def _overview(counted: Sequence[tuple[str, Counter[str]]]) -> str:
     lines = [
         f"| {' | '.join(('table', 'cells', *_COUNTED))} |\n",
         "|---" * (2 + len(_COUNTED)) + "|\n",
     ]
     total: Counter[str] = Counter()
-    for table in (load_table(name) for name in table_names()):
-        counts = _counts(table, results)
+    for name, counts in counted:
         total += counts
-        lines.append(_counted(table.name, counts))
+        lines.append(_counted(name, counts))
     return "".join([*lines, _counted("**all**", total)])
 
 
-def _counts(table: Table, results: Sequence[Result]) -> Counter[str]:
+def _counts(table: Table, lines: Lines) -> tuple[str, Counter[str]]:
     """Count a table's cells; what ran at full length has a verdict, or nothing to compare with."""
     counts: Counter[str] = Counter()
-    for cell in compare(table, results, table.rows, table.columns):
+    for cell in compare_lines(table, lines, _grid(table.rows, table.columns)):
         counts["cells"] += 1
         counts["can run"] += not reason(table, cell.row, cell.column)
         if cell.ours and cell.ours.reduced:
             counts["reduced"] += 1
         elif cell.ours:
-            counts.update(["run at full length", cell.verdict.partition(",")[0]])
-    return counts
+            counts["run at full length"] += 1
+            counts[cell.verdict] += 1
+        if cell.verdict == "near" and cell.direction:
+            counts[_DIRECTIONS[cell.direction]] += 1
+        if cell.verdict == "missed":
+            counts["of these shown" if cell.basis == "shown" else cell.basis] += 1
+    return table.name, counts
+
+
+def _grid(rows: Sequence[Axis], columns: Sequence[Axis]) -> list[tuple[Axis, Axis]]:
+    return [(row, column) for column in columns for row in rows]
 
 
 def _counted(name: str, counts: Counter[str]) -> str:
@@ -116,35 +160,70 @@ def section(
     table: Table, results: Iterable[Result], rows: Sequence[Axis], columns: Sequence[Axis]
 ) -> str:
     """Return one table: its description, and some of its cells."""
-    return "".join(_section(table, results, rows, columns))
+    return "".join(_section(table, served(table, results), rows, columns))
 
 
 def _section(
-    table: Table, results: Iterable[Result], rows: Sequence[Axis], columns: Sequence[Axis]
+    table: Table, lines: Lines, rows: Sequence[Axis], columns: Sequence[Axis]
 ) -> Iterator[str]:
     yield f"### {table.name}\n\n{table.title}. Score: {table.score.text}.\n\n"
+    yield from _remarks(table)
+    cells = [c for c in compare_lines(table, lines, _grid(rows, columns)) if c.ours]
+    yield from _measured(table)
+    if not cells:
+        yield "" if table.measured else "\nNothing of it has been run yet.\n"
+        return
+    yield f"\n| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}\n"
+    for cell in cells:
+        yield f"| {' | '.join(cell.line.cells)} |\n"
+    told = findings_of(table, {(cell.row.name, cell.column.name) for cell in cells})
+    for finding in told:
+        yield f"\n- Found (`{finding.cells}`; {basis(finding, lines)}): {finding.text}\n"
+    trials = trials_of(table, lines, rows, columns)
+    if trials:
+        yield "\nTrials: a row with something changed.\n"
+        yield f"\n| trial | of row | {' | '.join(HEADER[1:5])} |\n|{'---|' * 6}\n"
+    for cell in trials:
+        texts = (cell.row.name, cell.row.trial_of, *cell.line.cells[1:5])
+        yield f"| {' | '.join(texts)} |\n"
+    used = [result for cell in (*cells, *trials) if cell.ours for result in cell.ours.results]
+    yield f"\nRun on {', '.join(sorted({result.device for result in used}))}.\n"
+
+
+def _measured(table: Table) -> Iterator[str]:
+    """Write our numbers that another command gives, beside the paper's."""
+    if not table.measured:
+        return
+    yield f"\nOurs is what `{table.measured_by}` prints.\n"
+    yield "\n| row | column | paper | ours |\n|---|---|---|---|\n"
+    for row, numbers in table.measured.items():
+        printed = table.published[row]
+        for column, theirs, ours in zip(table.columns, printed, numbers, strict=True):
+            yield f"| {row} | {column.name} | {theirs} | {ours} |\n"
+
+
+def _remarks(table: Table) -> Iterator[str]:
+    """Write what the paper says, how the runs differ, and what cannot be run."""
     for label, texts in (("The paper says", table.claims), ("Here", table.notes)):
         for text in texts:
             yield f"- {label}: {text}\n"
+    for doubt in table.doubts:
+        yield f"- In doubt (`{doubt.cells}`): {doubt.text}\n"
     for axis in (*table.rows, *table.columns):
         if axis.choice and "+" not in axis.name:
             yield f"- Chosen for {axis.name}: {axis.choice}\n"
     reasons = {reason(table, row, column) for row in table.rows for column in table.columns} - {""}
     for text in sorted(reasons):
         yield f"- Cannot be run: {text}.\n"
-    mine = fresh(table, results)
-    lines = [x for x in lines_of(table, mine, rows, columns) if x.ours != "-"]
-    if not lines:
-        yield "\nNothing of it has been run yet.\n"
-        return
-    yield f"\n| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}\n"
-    for line in lines:
-        yield f"| {' | '.join(line.cells)} |\n"
-    cells = {(line.row, line.column) for line in lines}
-    for finding in findings_of(table, cells):
-        yield f"\n- Found (`{finding.cells}`): {finding.text}\n"
-    ran = sorted({each.device for each in mine if (each.row, each.column) in cells})
-    yield f"\nRun on {', '.join(ran)}.\n"
+
+
+def trials_of(
+    table: Table, lines: Lines, rows: Sequence[Axis], columns: Sequence[Axis]
+) -> list[Compared]:
+    """Return the trials of some rows and columns that were run."""
+    names = {row.name for row in rows}
+    cells = [(r, c) for r, c in table.trial_cells() if r.trial_of in names and c in columns]
+    return [cell for cell in compare_lines(table, lines, cells) if cell.ours]
 
 
 def findings_of(table: Table, cells: set[tuple[str, str]]) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -29,49 +30,96 @@ Pair = Callable[[Compared], tuple[float | None, float | None]]
 def draw_all(cells: Sequence[Compared], path: Path) -> Path:
     """Draw the scores and gains of all cells with a verdict, the paper's against ours.
 
+    The legend counts every cell with a verdict. What cannot be drawn is counted below: rounds to a
+    target and cells without a score.
+
     Args:
         cells: cells of any tables.
         path: where the picture goes; its ending decides the format (png, svg, pdf).
     """
     from matplotlib.figure import Figure  # slow to import, and needed only here
 
-    judged = [c for c in cells if c.judged and c.score.kind != "rounds_to_target"]
-    if not judged:
+    judged = [c for c in cells if c.judged]
+    points = [c for c in judged if c.score.kind != "rounds_to_target"]
+    if not points:
         raise ValueError("no cell of what was asked for has a verdict to draw")
-    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    figure = Figure(figsize=(11, 5.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.set_title(f"accuracy or c-index, %; grey: within {NEAR:g} points", fontsize=10, loc="left")
-    _against(left, judged, lambda c: (c.published.value, c.ours.mean if c.ours else None))
+    _against(left, points, lambda c: (c.published.value, c.ours.mean if c.ours else None))
     line = np.array(left.get_xlim())
     left.fill_between(line, line - NEAR, line + NEAR, color="black", alpha=0.1, linewidth=0)
     half = "gain over the baseline, points; grey: its direction, and at least half of it"
     right.set_title(half, fontsize=10, loc="left")
     right.set(xscale="symlog", yscale="symlog")
-    _against(right, judged, lambda c: (c.gain_paper, c.gain_ours))
+    _against(right, points, lambda c: (c.gain_paper, c.gain_ours))
     low, high = right.get_xlim()
     up = np.geomspace(0.01, high, 200)
     down = -np.geomspace(0.01, -low, 200)
     right.fill_between(up, up / 2, high, color="black", alpha=0.1, linewidth=0)
     right.fill_between(down, 2 * down, down / 2, color="black", alpha=0.1, linewidth=0)
+    right.axhline(0, color="black", linewidth=0.5)
+    right.axvline(0, color="black", linewidth=0.5)
     ticks = [tick for tick in (-50, -10, -3, -1, 0, 1, 3, 10, 50) if low < tick < high]
     for axis in (right.xaxis, right.yaxis):
         axis.set_ticks(ticks, [str(tick) for tick in ticks])
     right.set(xlim=(low, high), ylim=(low, high))
-    left.legend(fontsize="small", loc="upper left")
+    _legend(left, cells)
+    figure.supxlabel(told(judged), fontsize=9)
     return _saved(figure, path)
+
+
+def told(judged: Sequence[Compared]) -> str:
+    """Say in one line what the cells with a verdict come to."""
+    near = [cell for cell in judged if cell.verdict == "near"]
+    ways = Counter(cell.direction for cell in near)
+    verdicts = Counter(cell.verdict for cell in judged)
+    rounds = sum(cell.score.kind == "rounds_to_target" for cell in judged)
+    unscored = sum(
+        cell.score.kind != "rounds_to_target" and (cell.ours is None or cell.ours.mean is None)
+        for cell in judged
+    )
+    return (
+        f"{len(judged)} cells: {len(near)} near (direction of the gain {ways['confirmed']} "
+        f"confirmed, {ways['not confirmed']} not, {ways['too small to tell']} too small to tell, "
+        f"{ways['']} without one), {verdicts['gain']} gain, {verdicts['missed']} missed.\n"
+        f"Not drawn: {rounds} rounds to a target, {unscored} without a score. "
+        "Hollow: a direction that is not confirmed."
+    )
+
+
+def _legend(axes: Axes, cells: Sequence[Compared]) -> None:
+    """Name every paper with its number of cells that have a verdict, drawn or not."""
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for name, colour, mark in zip(paper_names(), COLOURS, _MARKS, strict=False):
+        mine = [cell for cell in cells if cell.table.name.startswith(f"{name}/")]
+        judged = sum(cell.judged for cell in mine)
+        reduced = sum(cell.verdict == "reduced" for cell in mine)
+        label = f"{name}, {judged} cells" + (f" ({reduced} reduced)" if reduced else "")
+        if judged or reduced:
+            handles.append(Line2D([], [], color=colour, marker=mark, linestyle="", label=label))
+    axes.legend(handles=handles, fontsize="small", loc="upper left")
 
 
 def _against(axes: Axes, cells: Sequence[Compared], pair: Pair) -> None:
     """Draw one dot for every cell that has both numbers, and where they are equal."""
     reach = [0.0]
     for name, colour, mark in zip(paper_names(), COLOURS, _MARKS, strict=False):
-        mine = [pair(cell) for cell in cells if cell.table.name.startswith(f"{name}/")]
-        points = [(x, y) for x, y in mine if x is not None and y is not None]
-        if points:
-            x, y = zip(*points, strict=True)
-            label = f"{name}, {len(points)} cells"
-            axes.plot(x, y, mark, color=colour, label=label, alpha=0.8, markersize=5)
-            reach += [*x, *y]
+        for hollow in (False, True):
+            mine = [
+                pair(cell)
+                for cell in cells
+                if cell.table.name.startswith(f"{name}/")
+                and (cell.direction == "not confirmed") is hollow
+            ]
+            points = [(x, y) for x, y in mine if x is not None and y is not None]
+            if points:
+                x, y = zip(*points, strict=True)
+                fill = "none" if hollow else "full"
+                axes.plot(x, y, mark, color=colour, fillstyle=fill, alpha=0.8, markersize=5)
+                reach += [*x, *y]
     low = 1.2 * min(reach) - 1
     high = 1.1 * max(reach) + 1
     axes.plot([low, high], [low, high], color="black", linewidth=0.8)

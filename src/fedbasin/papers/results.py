@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -21,8 +21,8 @@ from fedbasin.core.lock import waiting_for
 from fedbasin.core.reading import Reader
 from fedbasin.core.record import RoundRecord, RunFolder, rounds_to_target
 from fedbasin.data.sources import SOURCES
-from fedbasin.papers.grid import CellRun, experiment_of, fingerprint
-from fedbasin.papers.tables import PaperError, Score, Table, paper_names
+from fedbasin.papers.grid import CellConfigs, CellRun, reason
+from fedbasin.papers.tables import Axis, PaperError, Score, Table, paper_names
 from fedbasin.sim.provenance import begun_on
 
 
@@ -210,18 +210,58 @@ def shipped() -> tuple[Result, ...]:
 
 
 def fresh(table: Table, results: Iterable[Result]) -> list[Result]:
-    """Return the results that were made with the table's current settings and score."""
-    rows = {row.name: row for row in table.rows}
-    columns = {column.name: column for column in table.columns}
+    """Return the table's own lines that were made with its current settings and score."""
+    cells = {(row.name, column.name): (row, column) for row, column in cells_of(table)}
+    configs: dict[tuple[str, str], CellConfigs] = {}
     kept = []
     for result in results:
-        if result.table != table.name or result.row not in rows or result.column not in columns:
+        cell = (result.row, result.column)
+        if result.table != table.name or cell not in cells:
             continue
-        row = rows[result.row]
-        column = columns[result.column]
-        if result.measure != table.score_of(row, column).text:
+        if result.measure != table.score_of(*cells[cell]).text:
             continue
-        whole = experiment_of(table, row, column, seed=result.seed)
-        if result.config == fingerprint(replace(whole, rounds=result.rounds)):
+        if cell not in configs:
+            configs[cell] = CellConfigs(table, *cells[cell])
+        if result.config == configs[cell].config(result.seed, result.rounds):
             kept.append(result)
     return kept
+
+
+def served(table: Table, results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:
+    """Return the lines of each cell, trials included, by its row and column.
+
+    A cell without a line of its own takes one of the same paper whose run and score are the same:
+    equal settings, seed, rounds and measure.
+    """
+    paper = table.name.partition("/")[0] + "/"
+    results = list(results)
+    by_run: dict[tuple[str, str, int, int], Result] = {}
+    asked: dict[str, set[tuple[int, int]]] = {}
+    for result in results:
+        if not result.table.startswith(paper):
+            continue
+        by_run.setdefault((result.config, result.measure, result.seed, result.rounds), result)
+        asked.setdefault(result.measure, set()).add((result.seed, result.rounds))
+    lines: dict[tuple[str, str], list[Result]] = {}
+    for result in fresh(table, results):
+        lines.setdefault((result.row, result.column), []).append(result)
+    for row, column in cells_of(table):
+        measure = table.score_of(row, column).text
+        own = {(line.seed, line.rounds) for line in lines.get((row.name, column.name), ())}
+        missing = asked.get(measure, set()) - own
+        if not missing or reason(table, row, column):
+            continue
+        configs = CellConfigs(table, row, column)
+        for seed, rounds in sorted(missing):
+            line = by_run.get((configs.config(seed, rounds), measure, seed, rounds))
+            if line is not None:
+                lines.setdefault((row.name, column.name), []).append(line)
+    return lines
+
+
+def cells_of(table: Table) -> list[tuple[Axis, Axis]]:
+    """Return every cell of a table, then its trials."""
+    return [
+        *((row, column) for column in table.columns for row in table.rows),
+        *table.trial_cells(),
+    ]

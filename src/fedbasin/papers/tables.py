@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
@@ -43,26 +44,31 @@ class Score:
         kind: ``"accuracy"`` of the scored model, ``"accuracy_train"`` of it on all clients' rows
             or ``"accuracy_send"`` of the broadcast one (in percent, mean of the last rounds),
             ``"metric"``: another column of the records (times 100, mean of the last rounds),
-            ``"rounds_to_target"``, or ``"note"``: a number that the method leaves in the record.
+            ``"rounds_to_target"``, ``"note"``: a number that the method leaves in the record, or
+            ``"other"``: no score of a run; `words` say what it is.
         last: how many rounds are averaged.
         target: the accuracy to reach, in percent.
         note: the name of the note.
         between: first and last round that a note is averaged over.
         metric: the name of the column.
+        words: what the number is, where no run is scored.
     """
 
     kind: Literal[
-        "accuracy", "accuracy_train", "accuracy_send", "metric", "rounds_to_target", "note"
+        "accuracy", "accuracy_train", "accuracy_send", "metric", "rounds_to_target", "note", "other"
     ] = "accuracy"
     last: int = 10
     target: float = 0.0
     note: str = ""
     between: tuple[int, ...] = ()
     metric: str = ""
+    words: str = ""
 
     @property
     def text(self) -> str:
         """The score in words."""
+        if self.kind == "other":
+            return self.words
         if self.kind == "rounds_to_target":
             mean = f" in the mean of {self.last}" if self.last > 1 else ""
             return f"first round at {self.target:g} %{mean}"
@@ -88,6 +94,7 @@ class Axis:
         cannot: why it cannot be run.
         choice: how settings that the paper leaves open were chosen.
         score: what its numbers are, where not the table's.
+        trial_of: the row that this one changes; set for trials alone, whose names are not printed.
     """
 
     name: str
@@ -98,11 +105,31 @@ class Axis:
     cannot: str = ""
     choice: str = ""
     score: Score | None = None
+    trial_of: str = ""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Why our number differs, shown by experiment. No rows or columns means all of them."""
+class Trial:
+    """A row of the table with something changed: an experiment about why a number differs.
+
+    Args:
+        name: what it is called on the command line.
+        row: the row it changes.
+        columns: the columns it is run in.
+        method: the method, where it is another one.
+        setup: settings that it changes; ``rounds`` may be fewer than the paper's.
+    """
+
+    name: str
+    row: str
+    columns: tuple[str, ...]
+    method: str = ""
+    setup: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class About:
+    """A text about some cells. No rows or columns means all of them."""
 
     text: str
     rows: tuple[str, ...] = ()
@@ -114,14 +141,48 @@ class Finding:
         axes = (self.rows, self.columns)
         return "; ".join(", ".join(names) for names in axes if names) or "all"
 
+    def covers(self, row: Axis, column: Axis) -> bool:
+        """Whether it is about this cell."""
+        return matches(self.rows, row.name) and matches(self.columns, column.name)
+
+
+def matches(patterns: tuple[str, ...], name: str) -> bool:
+    """Whether a name fits one of the patterns, or there are none."""
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class Finding(About):
+    """Why our number differs.
+
+    Args:
+        text: the reason.
+        rows: the rows it is about.
+        columns: the columns it is about.
+        shown_by: trials or rows of this table whose result lines show it.
+        basis: what it rests on without such lines: ``"argued"`` from code, text or runs whose
+            lines were not kept, or ``"open"``: what was tried does not explain it.
+    """
+
+    shown_by: tuple[str, ...] = ()
+    basis: Literal["argued", "open"] = "argued"
+
 
 @dataclass(frozen=True)
 class Published:
-    """A printed number with its spread, or the mark that stands for none."""
+    """A printed number with its spread, or the mark that stands for none.
+
+    Args:
+        value: the number.
+        spread: the printed ±.
+        mark: why there is no number.
+        doubted: whether the table says that the number may be another.
+    """
 
     value: float | None
     spread: float | None = None
     mark: str = ""
+    doubted: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,8 +202,12 @@ class Table:
         spread: the printed ±, where there is one.
         claims: what the text says of it where no number is printed.
         notes: how the runs here differ from the paper's.
-        findings: reasons for differences, found by experiment.
+        findings: reasons for differences.
+        trials: the experiments that findings rest on.
+        doubts: printed numbers that may not be what the paper prints, and why.
         cannot: why nothing of it can be run.
+        measured: our numbers, where another command than ``paper run`` gives them.
+        measured_by: that command.
         name: ``"ima/table1"``; from the file's place.
     """
 
@@ -159,18 +224,41 @@ class Table:
     claims: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    doubts: tuple[About, ...] = ()
     cannot: str = ""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    measured_by: str = ""
     name: str = ""
 
     def printed(self, row: Axis, column: Axis) -> Published:
-        """Return what the paper prints for a cell."""
+        """Return what the paper prints for a cell; for a trial, for the row it changes."""
         place = self.columns.index(column)
-        cell = self.published.get(row.name, ["not reported"] * len(self.columns))[place]
+        name = row.trial_of or row.name
+        cell = self.published.get(name, ["not reported"] * len(self.columns))[place]
         if isinstance(cell, str):
             return Published(None, None, cell)
         times = 100.0 if self.unit == "fraction" else 1.0
-        spread = self.spread[row.name][place] if row.name in self.spread else None
-        return Published(round(cell * times, 6), spread and round(spread * times, 6))
+        spread = self.spread[name][place] if name in self.spread else None
+        doubted = any(doubt.covers(row, column) for doubt in self.doubts)
+        return Published(round(cell * times, 6), spread and round(spread * times, 6), "", doubted)
+
+    def trial_cells(self) -> list[tuple[Axis, Axis]]:
+        """Return the trials as rows, each with a column that it is run in."""
+        cells = []
+        for trial in self.trials:
+            of = _named(self.rows, trial.row)
+            row = replace(
+                of,
+                name=trial.name,
+                method=trial.method or of.method,
+                setup=merged(of.setup, trial.setup),
+                over="",
+                choice="",
+                trial_of=of.name,
+            )
+            cells += [(row, _named(self.columns, name)) for name in trial.columns]
+        return cells
 
     def score_of(self, row: Axis, column: Axis) -> Score:
         """Return what a cell's number is."""
@@ -202,6 +290,17 @@ class Paper:
     url: str
     differences: tuple[str, ...] = ()
     name: str = ""
+
+
+def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with changes, section by section."""
+    result = deepcopy(dict(settings))
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            result[key] = merged(result.get(key, {}), value)
+        else:
+            result[key] = value
+    return result
 
 
 def _named(axes: Iterable[Axis], name: str) -> Axis:
@@ -284,6 +383,11 @@ def _check_score(score: Score, where: str) -> None:
             f"{where}.metric is {score.metric!r}: name a column of the records where kind is "
             '"metric", and nowhere else'
         )
+    if (score.kind == "other") != bool(score.words):
+        raise PaperError(
+            f"{where}.words is {score.words!r}: say what the number is where kind is "
+            '"other", and nowhere else'
+        )
 
 
 def _check(table: Table, where: str) -> None:
@@ -298,10 +402,35 @@ def _check(table: Table, where: str) -> None:
                     f"{where}: row {row.name!r} and column {column.name!r} both name a method"
                 )
     _check_numbers(table, where)
-    for finding in table.findings:
-        for patterns, axes in ((finding.rows, table.rows), (finding.columns, table.columns)):
+    for about in (*table.findings, *table.doubts):
+        for patterns, axes in ((about.rows, table.rows), (about.columns, table.columns)):
             for pattern in patterns:
                 select(axes, pattern, where)
+    _check_trials(table, where)
+
+
+def _check_trials(table: Table, where: str) -> None:
+    rows = [row.name for row in table.rows]
+    columns = [column.name for column in table.columns]
+    names = [*rows, *(trial.name for trial in table.trials)]
+    for trial in table.trials:
+        here = f"{where}: trial {trial.name!r}"
+        if names.count(trial.name) > 1 or re.search(r"[,*?\[\]|]", trial.name):
+            raise PaperError(f"{here} must be named once, without , * ? [ ] |")
+        if trial.row not in rows:
+            raise PaperError(f"{here}.row is not a row; {nearest(trial.row, rows)}")
+        if not trial.columns:
+            raise PaperError(f"{here}.columns is empty")
+        for column in trial.columns:
+            if column not in columns:
+                raise PaperError(f"{here}.columns: {column!r}; {nearest(column, columns)}")
+    for finding in table.findings:
+        for name in finding.shown_by:
+            if name not in names:
+                raise PaperError(
+                    f"{where}: findings.shown_by is {name!r}, no trial or row; "
+                    f"{nearest(name, names)}"
+                )
 
 
 def _check_axes(kind: str, axes: tuple[Axis, ...], where: str) -> None:
@@ -319,7 +448,8 @@ def _check_axes(kind: str, axes: tuple[Axis, ...], where: str) -> None:
 
 def _check_numbers(table: Table, where: str) -> None:
     names = [row.name for row in table.rows]
-    for kind, cells in (("published", table.published), ("spread", table.spread)):
+    tables = {"published": table.published, "spread": table.spread, "measured": table.measured}
+    for kind, cells in tables.items():
         for row, numbers in cells.items():
             here = f"{where}: {kind}.{row!r}"
             if row not in names:
@@ -331,7 +461,7 @@ def _check_numbers(table: Table, where: str) -> None:
             for number in numbers:
                 if isinstance(number, bool) or not isinstance(number, int | float | str):
                     raise PaperError(f"{here} holds {number!r}, not a number or a mark")
-                if isinstance(number, str) and (number not in MARKS or kind == "spread"):
+                if isinstance(number, str) and (number not in MARKS or kind != "published"):
                     raise PaperError(f"{here} holds {number!r}; the marks are {', '.join(MARKS)}")
 
 

@@ -67,6 +67,16 @@ class ClientMomentum(LocalRule):
 
 
 @dataclass(frozen=True)
+class UndampedMomentum(ClientMomentum):
+    """Step along g + (1 - alpha) / alpha M: 1 / alpha times as far, as torch and optax write it."""
+
+    def begin(self, start: Start, net: Net) -> MomentumCarry:
+        """Form the constant part of every step once."""
+        alpha = start.shared.alpha
+        return MomentumCarry(torch.ones_like(alpha), (1 - alpha) / alpha * start.shared.momentum)
+
+
+@dataclass(frozen=True)
 class EvenMomentum(ClientMomentum):
     """The same at a rate that evens out the clients' numbers of steps."""
 
