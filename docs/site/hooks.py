@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         path = _resolved(source, target)
         if path is None or not (ROOT / path).is_file():
             return match[0]
-        link = os.path.relpath(_page_of(path), PurePosixPath(here).parent)  # noqa: PTH109
+        link = os.path.relpath(_page_of(path), PurePosixPath(here).parent)
         return f"{match[1]}{PurePosixPath(link)}{sharp}{part}{match[3]}"
 
     return LINK.sub(moved, markdown)
