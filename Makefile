@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-federation lint format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test test-flower test-federation lint docs format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ lint: $(VENV)/.dev ## check format, style, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.docs ## run the notebooks and build the docs site into site/, which opens from disk
+	PATH="$(CURDIR)/$(BIN):$$PATH" FEDBASIN_RUN_NOTEBOOKS=true $(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff format .
@@ -68,4 +71,9 @@ $(VENV)/.dev: $(PINS) | $(BIN)/python
 $(VENV)/.flower: $(PINS) | $(VENV)/.dev
 	@echo "Installing Flower and the library for encrypted counts into $(VENV)"
 	@$(PIP) --editable '.[dev,flower,he]'
+	@touch $@
+
+$(VENV)/.docs: $(PINS) | $(VENV)/.flower
+	@echo "Installing what builds the docs into $(VENV)"
+	@$(PIP) --editable '.[dev,docs,flower,he]'
 	@touch $@

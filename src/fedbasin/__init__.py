@@ -27,6 +27,7 @@ _HOMES = {
     "build": "experiment",
     "compare": "api",
     "entry": "core.catalogue",
+    "export": "api",
     "parse": "core.expressions",
     "predict": "api",
     "resume": "api",

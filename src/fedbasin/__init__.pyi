@@ -8,6 +8,7 @@ from fedbasin.api import Comparison as Comparison
 from fedbasin.api import RunResult as RunResult
 from fedbasin.api import Tuned as Tuned
 from fedbasin.api import compare as compare
+from fedbasin.api import export as export
 from fedbasin.api import predict as predict
 from fedbasin.api import resume as resume
 from fedbasin.api import run as run

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.func import vmap
 
 import fedbasin.methods
-from fedbasin import Experiment, run
+from fedbasin import Experiment, export, run
 from fedbasin.core.expressions import ExpressionError, parse
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
@@ -293,3 +294,29 @@ def test_minilm_knows_what_sentences_mean():
     features = torch.nn.functional.normalize(net(net.initial()[0], rows).features)
     alike = features @ features.T
     assert alike[0, 1] > 0.6 > 0.2 > alike[0, 2]
+
+
+@pytest.mark.parametrize("wrap", ["{}", "lora({}, rank=2)"])
+def test_an_exported_encoder_loads_without_fedbasin(folder, wrap, tmp_path):
+    """Hugging Face's loader and a linear layer give the outputs of the run."""
+    experiment = Experiment(
+        model=wrap.format(f"hf(path={str(folder)!r})"),
+        rounds=1,
+        partition=PartitionConfig(how="iid", clients=3),
+        local=LocalConfig(lr=0.1, batch=4, steps=2),
+    )
+    data = Dataset("made", "text", tokens(30, 0), tokens(12, 1), ("a", "b", "c"))
+    done = run(experiment, data=data, out=tmp_path / "r", progress=False)
+    written = export(done.path, tmp_path / "e", to="hf")
+    assert [path.name for path in written][:3] == [
+        "config.json",
+        "model.safetensors",
+        "head.safetensors",
+    ]
+    encoder = transformers.AutoModel.from_pretrained(tmp_path / "e").eval()
+    head = load_file(tmp_path / "e" / "head.safetensors")
+    row = torch.tensor([[5, 9, 4]])
+    features = encoder(input_ids=row).last_hidden_state.mean(1)
+    outputs = features @ head["weight"].T + head["bias"]
+    padded = torch.tensor([[5, 9, 4, 0, 0, 0]])
+    torch.testing.assert_close(outputs, done.model()(padded), rtol=1e-4, atol=1e-5)

@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 from fedbasin.api.progress import run_with_progress, wide_console
 from fedbasin.cli.analyze import analyze
 from fedbasin.cli.data import app as data_app
+from fedbasin.cli.export import export
 from fedbasin.cli.flower import app as flower_app
 from fedbasin.cli.paper import app as paper_app
 from fedbasin.cli.partition import partition
@@ -468,6 +469,7 @@ def methods(
 app.add_typer(data_app, name="data")
 app.add_typer(paper_app, name="paper")
 app.command()(analyze)
+app.command()(export)
 app.add_typer(flower_app, name="flower")
 app.command()(partition)
 app.command()(private_counts)

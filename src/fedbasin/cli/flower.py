@@ -19,6 +19,7 @@ from rich.progress import TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from fedbasin.api.progress import bar, tell_a_log
+from fedbasin.cli.flower_keys import app as keys_app
 from fedbasin.core.record import RunFolder, headline_of, latest_score
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Run the same methods in a real federation, on Flower (needs the extra flower).",
 )
+app.add_typer(keys_app, name="keys")
 console = Console()
 
 

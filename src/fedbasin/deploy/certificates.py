@@ -1,13 +1,14 @@
-"""Makes certificates and node keys for a federation on this machine.
+"""Makes certificates for a server and keys for nodes.
 
-For a federation across machines, have the server's certificate signed by an authority that the
-nodes trust, and make each node's key on that node: a private key should never travel.
+Make each node's key on that node: a private key should never travel. Where the sites share an
+authority already, let it sign the server's certificate instead.
 """
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-_DAYS = 7  # a federation on one machine is short-lived
+LOCAL = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -29,25 +30,27 @@ class Certificates:
     key: Path  # what the server keeps
 
 
-def make_certificates(folder: Path) -> Certificates:
-    """Make an authority and a certificate for localhost signed by it; its key is not kept."""
+def make_certificates(folder: Path, hosts: Sequence[str] = LOCAL, days: int = 7) -> Certificates:
+    """Make an authority and a server's certificate signed by it; the authority's key is not kept.
+
+    Args:
+        folder: where the three files go.
+        hosts: the names and addresses by which nodes reach the server.
+        days: how long the certificates are valid. A federation on one machine is short-lived.
+    """
     files = Certificates(folder / "ca.crt", folder / "server.pem", folder / "server.key")
     folder.mkdir(parents=True, exist_ok=True)
     ca_key = _key()
     server_key = _key()
     ca_name = _name("fedbasin local authority")
-    name = _name("localhost")
     constraints = x509.BasicConstraints(ca=True, path_length=0)
-    ca = _certificate(ca_name, ca_name, ca_key.public_key(), constraints).sign(
+    ca = _certificate(ca_name, ca_name, ca_key.public_key(), constraints, days).sign(
         ca_key, hashes.SHA384()
     )
-    places: list[x509.GeneralName] = [
-        x509.DNSName("localhost"),
-        x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
-    ]
+    places = [_place(host) for host in hosts]
     end = x509.BasicConstraints(ca=False, path_length=None)
     server = (
-        _certificate(name, ca_name, server_key.public_key(), end)
+        _certificate(_name(hosts[0]), ca_name, server_key.public_key(), end, days)
         .add_extension(x509.SubjectAlternativeName(places), critical=False)
         .sign(ca_key, hashes.SHA384())
     )
@@ -89,8 +92,20 @@ def _name(common: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
 
 
+def _place(host: str) -> x509.GeneralName:
+    """Return a name or an address as a certificate states it."""
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
 def _certificate(
-    subject: x509.Name, issuer: x509.Name, public: Any, constraints: x509.BasicConstraints
+    subject: x509.Name,
+    issuer: x509.Name,
+    public: Any,
+    constraints: x509.BasicConstraints,
+    days: int,
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
@@ -100,6 +115,6 @@ def _certificate(
         .public_key(public)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(constraints, critical=True)
     )

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,6 +63,18 @@ def with_lora(
         targets: names of linear layers; the end of a name suffices.
     """
     return _adapt(copy.deepcopy(module), rank, alpha, targets)
+
+
+def without_lora(module: nn.Module) -> nn.Module:
+    """Return a copy of a network with every A/B pair added to the weight it stands beside."""
+    module = copy.deepcopy(module)
+    pairs = [(name, p) for name, p in module.named_modules() if isinstance(p, LoRALinear)]
+    for name, pair in pairs:
+        parent, _, last = name.rpartition(".")
+        with torch.no_grad():
+            pair.base.weight += pair.scale * pair.lora_B @ pair.lora_A
+        setattr(module.get_submodule(parent), last, pair.base)
+    return module
 
 
 @entry("model", paper="Hu et al., ICLR 2022", url="https://arxiv.org/abs/2106.09685")

@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedbasin.core.catalogue import entry
+from fedbasin.models.lora import without_lora
 from fedbasin.models.network import Network
 from fedbasin.models.parts import Shape, one_of
 
@@ -233,3 +234,22 @@ def _network(body: nn.Module, width: int, classes: int, freeze: str) -> Network:
         for parameter in body.parameters():
             parameter.requires_grad_(False)
     return Network(body, nn.Linear(width, classes), compiles=False, stacks=False)
+
+
+def save_encoder(network: nn.Module, folder: Path) -> list[Path]:
+    """Write a trained `hf` network as Hugging Face and torch load it, and return the files.
+
+    The encoder is written by its `save_pretrained`, with A/B pairs of LoRA added to the weights
+    they stand beside. ``head.safetensors`` holds weight and bias of the linear head.
+    """
+    body = getattr(network, "body", None)
+    if not isinstance(body, MeanPooled):
+        raise ValueError(
+            "to='hf' is for networks of hf(path=...), alone or in lora(...); for others use "
+            "safetensors, torch or onnx"
+        )
+    encoder: Any = without_lora(body.encoder)
+    encoder.save_pretrained(folder, safe_serialization=True)
+    head = folder / "head.safetensors"
+    save_file({name: t.contiguous() for name, t in network.head.state_dict().items()}, head)  # type: ignore[union-attr]
+    return [folder / "config.json", folder / "model.safetensors", head]
