@@ -1,12 +1,13 @@
 """What each client gets, on real data: the mean, the worst decile, alone, at home and pooled.
 
-    python benchmarks/evidence/clients.py OUT heart wisdm fmnist     runs, then gathers
-    python benchmarks/evidence/clients.py --table                    prints the tables of the page
+    python benchmarks/evidence/clients.py OUT heart wisdm fmnist --jobs 8    runs, then gathers
+    python benchmarks/evidence/clients.py --table                            prints the tables
 
 Needs FEDBASIN_DATA (local/fed-heart-disease, local/wisdm-activity, zalando-datasets/fashion_mnist).
-Runs of OUT that are finished are kept, so the command goes on where it was stopped. One line a run
-goes to benchmarks/evidence/results/clients_SETTING.jsonl. Methods run at their defaults and every
-setting below was written down before the first run: nothing is chosen on the rows that are scored.
+Runs of OUT that are finished are kept, so the command goes on where it was stopped; set
+OMP_NUM_THREADS=1 with several jobs. One line a run goes to
+benchmarks/evidence/results/clients_SETTING.jsonl. Methods run at their defaults and every setting
+below was written down before the first run: nothing is chosen on the rows that are scored.
 The baselines alone and pooled do not depend on the method and are computed with FedAvg.
 """
 
@@ -14,8 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import shutil
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -84,20 +88,31 @@ def experiment_of(setting: str, method: str, seed: int):
     return from_mapping({"method": method, "seed": seed, **settings})
 
 
-def runs(out: Path, setting: str, seeds: int) -> None:
-    """Run every method with every seed, the seeds one after another."""
-    data = wisdm() if setting == "wisdm" else None
-    lines = []
-    for seed in range(seeds):
-        for method in METHODS:
-            folder = out / setting / method / f"seed{seed}"
-            if not (folder / "model.safetensors").exists():
-                run(experiment_of(setting, method, seed), folder, data=data)
-            lines.append(line_of(setting, method, seed, folder))
-            print(setting, seed, method, lines[-1]["mean"], lines[-1]["p10"], flush=True)
-        RESULTS.mkdir(exist_ok=True)
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (RESULTS / f"clients_{setting}.jsonl").write_text(text, encoding="utf-8")
+def one_run(out: Path, setting: str, method: str, seed: int) -> dict:
+    """Run one method with one seed, unless that is done, and return its line."""
+    folder = out / setting / method / f"seed{seed}"
+    if not (folder / "model.safetensors").exists():
+        if folder.exists():
+            shutil.rmtree(folder)  # it was stopped
+        data = wisdm() if setting == "wisdm" else None
+        run(experiment_of(setting, method, seed), folder, data=data)
+    return line_of(setting, method, seed, folder)
+
+
+def runs(out: Path, setting: str, seeds: int, jobs: int) -> None:
+    """Run every method with every seed, several at once, and write a line a run."""
+    cells = [(seed, method) for seed in range(seeds) for method in METHODS]
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawned) as pool:
+        waiting = [pool.submit(one_run, out, setting, method, seed) for seed, method in cells]
+        lines = []
+        for done in waiting:
+            line = done.result()
+            lines.append(line)
+            print(setting, line["seed"], line["method"], line["mean"], line["p10"], flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (RESULTS / f"clients_{setting}.jsonl").write_text(text, encoding="utf-8")
 
 
 def line_of(setting: str, method: str, seed: int, folder: Path) -> dict:
@@ -180,9 +195,10 @@ if __name__ == "__main__":
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("settings", nargs="*", help=", ".join(SETTINGS))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     for each in arguments.settings:
-        runs(arguments.out, each, arguments.seeds)
+        runs(arguments.out, each, arguments.seeds, arguments.jobs)
     if arguments.table or arguments.settings:
         tables()

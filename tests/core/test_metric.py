@@ -317,3 +317,28 @@ def test_a_confidence_at_the_edge_of_a_bin_belongs_to_the_bin_below():
     sums = metric.addends(task, outputs, targets).sum(0)
     assert sums.tolist() == pytest.approx([-0.5, 1.0])
     assert float(metric.value(sums, torch.tensor(2.0))) == pytest.approx(0.75)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.booleans()), min_size=1))
+def test_areas_by_group_are_those_of_scikit_learn_with_ties(rows):
+    """Few values of the score, so that ties are common; groups of one class are undefined."""
+    group, score, truth = (np.array(column) for column in zip(*rows, strict=True))
+    outputs = torch.from_numpy(score.astype(np.float64))[:, None]
+    task = parse("binary", "task")
+    found = parse("auroc", "metric").by_group(
+        task, outputs, torch.from_numpy(truth.astype(np.int64)), torch.from_numpy(group), 5
+    )
+    for number in range(5):
+        mine = group == number
+        if 0 < truth[mine].sum() < mine.sum():
+            assert float(found[number]) == pytest.approx(sk.roc_auc_score(truth[mine], score[mine]))
+        else:
+            assert math.isnan(float(found[number]))
+
+
+def test_a_group_with_an_output_that_is_not_finite_has_no_area():
+    outputs = torch.tensor([[0.1], [0.9], [math.nan], [0.5]], dtype=torch.float64)
+    labels, group = torch.tensor([0, 1, 0, 1]), torch.tensor([0, 0, 1, 1])
+    found = parse("auroc", "metric").by_group(parse("binary", "task"), outputs, labels, group, 2)
+    assert found[0] == 1 and math.isnan(found[1])

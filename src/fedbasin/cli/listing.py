@@ -14,7 +14,15 @@ from fedbasin.core.expressions import parse, text, title
 from fedbasin.core.needs import missing_of
 
 # What is listed beside methods.
-_BESIDE: tuple[Kind, ...] = ("rule", "optimiser", "schedule", "task", "metric", "attack")
+_BESIDE: tuple[Kind, ...] = (
+    "rule",
+    "optimiser",
+    "schedule",
+    "task",
+    "metric",
+    "personalisation",
+    "attack",
+)
 
 
 def cards_table() -> Table:
@@ -78,6 +86,7 @@ def _beside_text(card: Card) -> str:
         ),
         "schedule": ("a schedule of the learning rate", f'local.schedule = "{call}"'),
         "task": ("a task", f'task = "{call}"'),
+        "personalisation": ("fine-tuning at home", f'sim.personalise = "{call}"'),
         "metric": ("a metric", f'sim.metrics = ["{call}"], beside those of the task'),
         "attack": ("an attack", f'attack = "{call}", with partition.hostile = 0.2'),
     }[card.kind]
@@ -150,6 +159,8 @@ def cards_markdown() -> str:
     lines += [f"- `{card.name}` ({_better(card)}): {card.summary}" for card in cards("metric")]
     lines += ["", "Attacks of hostile clients, `attack` ([trust](methods/trust.md)):", ""]
     lines += [f"- `{card.name}`: {card.summary}" for card in cards("attack")]
+    lines += ["", "Fine-tuning at home, `sim.personalise` ([clients](methods/clients.md)):", ""]
+    lines += [f"- `{card.name}`: {card.summary}" for card in cards("personalisation")]
     return "\n".join(lines) + "\n"
 
 
