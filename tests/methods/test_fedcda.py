@@ -150,6 +150,7 @@ def test_fedcda_equals_a_plain_numpy_loop(method):
         mean_loss = sum(weights[n] * r[2] for n, r in oracle.picked.items()) / total
         assert notes["loss"] == pytest.approx(mean_loss, rel=1e-8)
         assert notes["age"] == pytest.approx(np.mean([t - r for r in picked.values()]))
+        assert notes["picked_age"] == [t - picked[n] for n in cohort]
         assert notes["older"] == pytest.approx(np.mean([picked[n] != t for n in cohort]))
         older += notes["older"]
     assert (older > 0) == (method.strategy != "newest")  # the choice was a real one

@@ -60,6 +60,7 @@ class FedCDANotes(NamedTuple):
     loss: float  # mean F_n of the picked models
     age: float  # rounds since the picked models were trained, mean over all clients seen
     older: float  # share of the cohort for which another model than the newest was picked
+    picked_age: Tensor  # [C] rounds since each client's picked model was trained
 
 
 @entry(
@@ -166,6 +167,7 @@ class FedCDA(Method):
             loss=after.mean(after.losses),
             age=float((now - after.picked[after.picked >= 0]).double().mean()),
             older=sum(round != now for round in picks) / len(clients),
+            picked_age=now - torch.tensor(picks),
         )
         if warm or self.merge is None:
             return Served(model, model, notes), after
