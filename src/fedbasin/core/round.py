@@ -62,6 +62,7 @@ class ProbeRequest(NamedTuple):
 
     cohort: np.ndarray  # client ids, rising
     sent: Sent
+    first: int = 0  # where the run's clients begin, for an executor of several runs
 
 
 class TrainRequest(NamedTuple):
@@ -72,6 +73,7 @@ class TrainRequest(NamedTuple):
     plan: Plan
     states: OwnStates
     key: Key | None = None  # the run's randomness; None takes the executor's
+    first: int = 0  # where the run's clients begin, for an executor of several runs
 
 
 Request: TypeAlias = ProbeRequest | TrainRequest
