@@ -49,6 +49,7 @@ from fedbasin.core.method import Context, Method, Replies, Sampling, Served, Wra
 from fedbasin.core.protocols import Private
 from fedbasin.core.rng import normal
 from fedbasin.core.rule import LocalRule, Setting
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.local.privacy import ClipAndNoise, PrivateUpload, secret_normal
 from fedbasin.methods.fedavg import FedAvg
@@ -86,6 +87,7 @@ class EpsilonNotes(NamedTuple):
     paper="McMahan et al., ICLR 2018; Andrew et al., NeurIPS 2021",
     url="https://arxiv.org/abs/1710.06963",
     is_fedavg_when={"clip": float("inf"), "noise": 0.0},
+    tunable={"clip": Range(0.1, 10.0, "log")},
 )
 @dataclass(frozen=True)
 class DP(Private, Wrapper):
