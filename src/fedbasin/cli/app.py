@@ -249,6 +249,14 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Randomness of the whole run.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     device: Device = None,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(help="With --method 'dp(...)': take the noise that costs so much in all."),
+    ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="The chance that epsilon does not hold; below 1 / clients. dp has 1e-5."),
+    ] = None,
     out: Out = None,
     data_dir: DataDir = None,
     log: LogTo = None,
@@ -263,6 +271,11 @@ def run(
         set_, method=method, seed=seed, rounds=rounds, sim__device=device, task=task, model=model
     )
     experiment = _settings(config, preset, named, _table(data, target, client, task))
+    if epsilon is not None or delta is not None:
+        from fedbasin.experiment.privacy import calibrated
+
+        experiment = calibrated(experiment, epsilon, delta)
+        console.print(Text(f"method = {experiment.method}"), soft_wrap=True)
     from fedbasin.experiment.runs import Cell, slug
 
     path = _folder(out) or _fresh(slug(experiment.resolved().method))

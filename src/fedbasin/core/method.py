@@ -128,7 +128,8 @@ class Context:
         probe: this cohort's gradients, for methods that ask for them before training.
         permutations: which units may change places, for methods that match neurons.
         sampling: how cohorts are drawn; None where it is not known.
-        secret: entropy that clients do not know, for noise; 0 in a simulation.
+        real: whether the clients are real, so that nobody may draw the server's noise again.
+        answered: how many clients answered in this round, once it is known; 0 before.
     """
 
     layout: Layout
@@ -149,7 +150,8 @@ class Context:
     probe: Probe | None = None
     permutations: tuple[Group, ...] | None = None
     sampling: Sampling | None = None
-    secret: int = 0
+    real: bool = False
+    answered: int = 0
 
     def at(self, round: int, lr: float, plan: Plan | None = None) -> Context:
         """Return the context of one round."""

@@ -264,6 +264,7 @@ def one_round(setup: RoundSetup, server: Server, cohort: np.ndarray, states: Own
         seconds_train=time.perf_counter() - began,
         **returned.traffic._asdict(),
     )
+    context = replace(context, answered=returned.traffic.replies)
     server, record = _merge(setup, server, returned.gathered, context, record)
     return server, scored(record, server, setup.scoring)
 
