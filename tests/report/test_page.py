@@ -154,7 +154,9 @@ def test_hostile_text_is_text(tmp_path):
     page = render(read_runs(find_runs([tmp_path])), target=0.8, baseline=HOSTILE)
     reader = Reader(page)
     harmless = Reader(render(read_runs([tmp_path / "b"]), target=0.8, baseline="fedavg"))
-    assert {tag for tag, _ in reader.tags} - {tag for tag, _ in harmless.tags} <= {"li", "ul", "h3"}
+    assert {tag for tag, _ in reader.tags} - {tag for tag, _ in harmless.tags} <= {
+        "li", "ul", "h3", "wbr"
+    }  # fmt: skip
     names = {name for _, attributes in reader.tags for name in attributes}
     assert not [name for name in names if name.startswith("on")]
     assert [text for attributes, text in reader.scripts if not attributes] == [
@@ -186,14 +188,14 @@ def test_numbers_that_do_not_exist_leave_a_page_that_opens(tmp_path):
 def test_what_three_seeds_can_say_is_said(compared, page):
     text = " ".join(html.unescape(re.sub("<[^>]+>", "", page.split("<script")[0])).split())
     assert "paired t-test on 3 pairs" in text and "corrected for testing 2 methods (Holm" in text
-    assert "p < 0.025 (0.05 / 2)" in text and "p = 0.25 with 3 pairs" in text
+    assert "p = 0.25 with 3 pairs" in text
     assert "with 3 pairs, the mean must be 2.5 times" in text  # 4.303 / sqrt(3), from any t table
     rows = {row[0]: row for row in Reader(page).tables["methods"]}
     assert rows["fedavg"][2:5] == ["", "", ""]
     for method in ("scaffold", "wima(window=5)"):
         number = "[+\N{MINUS SIGN}]\\d+\\.\\d\\d"
         assert re.fullmatch(rf"{number} \[{number}, {number}\]", rows[method][2])
-        assert re.fullmatch(r"0\.\d{2,3}|< 0\.001", rows[method][3])
+        assert re.fullmatch(r"[01]\.\d{2,3}|< 0\.001", rows[method][3])
         assert re.fullmatch(r"[0-3] of 3", rows[method][4])
 
 
