@@ -42,7 +42,7 @@ def test_one_command_compares_methods_on_a_table(patients, tmp_path):
     )  # fmt: skip
     assert said.exit_code == 0, said.output
     assert "patients.csv, natural, 2 rounds" in said.output and "auroc" in said.output
-    assert " is best: " in said.output
+    assert "Highest mean " in said.output
     run = tmp_path / "r" / "fedavg" / "seed0"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["clients"] == 4 and summary["task"] == "binary"

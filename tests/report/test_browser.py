@@ -152,7 +152,7 @@ def test_bars_follow_their_controls(page):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [390, 1100])
+@pytest.mark.parametrize("width", [390, 768, 1280])
 def test_it_fits_the_window_and_its_text_stands_out(browser, folder, width, dark):
     page = browser.page()
     page.look(width=width, dark=dark)
@@ -162,7 +162,7 @@ def test_it_fits_the_window_and_its_text_stands_out(browser, folder, width, dark
         "['#curve-chart svg', '#curve-chart']"
         ".map(name => document.querySelector(name).getBoundingClientRect().width)"
     )
-    assert widths[0] == pytest.approx(widths[1], abs=1) and widths[0] > 0.9 * width
+    assert widths[0] == pytest.approx(widths[1], abs=1) and widths[0] > 0.84 * width
     colours = page.evaluate(
         "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
     )
@@ -193,3 +193,33 @@ def test_hostile_text_is_shown_and_not_obeyed(browser, tmp_path):
     assert page.evaluate("document.querySelector('#methods tbody th').innerText.trim()") == HOSTILE
     legend = page.evaluate("document.getElementById('holdings-legend').textContent")
     assert legend == "<img src=x onerror=alert(5)>"
+
+
+@pytest.mark.parametrize("width", [390, 768])
+def test_on_a_narrow_page_score_and_difference_are_visible_without_scrolling(
+    browser, folder, width
+):
+    page = browser.page()
+    page.look(width=width)
+    page.open(folder / "report.html")
+    shown = page.evaluate(
+        "[...document.querySelectorAll('#methods td')].filter(td => td.textContent).map(td => {"
+        " const r = document.createRange(); r.selectNodeContents(td);"
+        " const box = r.getBoundingClientRect(); return [td.dataset.column, box.left, box.right];"
+        "})"
+    )
+    columns = {name for name, _, _ in shown}
+    assert {"accuracy, %", "difference to fedavg", "p", "seeds"} <= columns
+    assert all(0 <= left < right <= width for _, left, right in shown)
+    assert page.evaluate("document.querySelector('#methods').scrollWidth") <= width
+
+
+def test_rounds_have_whole_numbers(browser, tmp_path):
+    make_run(tmp_path / "a", rounds=3)
+    page = browser.page()
+    page.open(write_page(read_runs(find_runs([tmp_path])), tmp_path / "report.html"))
+    ticks = page.evaluate(
+        "[...document.querySelectorAll('#curve-chart [aria-label=\"x-axis tick label\"] text')]"
+        ".map(tick => tick.textContent)"
+    )
+    assert ticks == ["1", "2", "3"]

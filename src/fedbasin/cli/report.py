@@ -18,7 +18,13 @@ def report(
     runs: Annotated[
         list[Path], typer.Argument(help="Run folders, or folders that hold some, such as runs/a.")
     ],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The page to write. It replaces an older page of fedbasin, and no other file.",
+            show_default="report.html in the folder, or here for several folders",
+        ),
+    ] = None,
     reach: ReachOrTarget = None,
     baseline: Annotated[
         str | None,
@@ -50,6 +56,9 @@ def report(
             told.append(f"{run.path}: {run.status} after round {len(run.records)}, counted so far")
         for line in told:
             Console(stderr=True).print(Text(line, style="yellow"), soft_wrap=True)
+    if out is None:
+        out = runs[0] / "report.html" if len(runs) == 1 else Path("report.html")
+    replaced = _replaces_a_page(out)
     written = [write_page(chosen, out, target=reach, baseline=baseline or "fedavg")]
     stem = out.with_suffix("")
     written += write_figures(chosen, stem, "png") if png else []
@@ -57,3 +66,17 @@ def report(
     lines = "\n".join(str(path) for path in written)
     amount = "1 run" if len(chosen) == 1 else f"{len(chosen)} runs"
     Console().print(Text(f"{amount} in {lines}"), soft_wrap=True)
+    if replaced:
+        Console().print(Text(f"replaced the page that was in {out}"), soft_wrap=True)
+
+
+def _replaces_a_page(out: Path) -> bool:
+    """Say whether a page is there already; refuse to replace what fedbasin did not write."""
+    if not out.exists():
+        return False
+    if out.is_file():
+        with out.open("rb") as file:
+            start = file.read(4096)
+        if b'<meta name="generator" content="fedbasin report">' in start:
+            return True
+    raise ValueError(f"--out: {out} exists and is no page of fedbasin report; name another file")

@@ -62,6 +62,7 @@ def write_curves(
         dpi: dots an inch, for pixel formats.
     """
     from matplotlib.figure import Figure  # not pyplot, which would choose the user's backend
+    from matplotlib.ticker import MaxNLocator
 
     x_label, step = _AXES[against]
     headline = headline_of_runs(runs)
@@ -85,6 +86,8 @@ def write_curves(
         axes.plot(x, scale * mean, style, color=colour, label=as_text(label), linewidth=1.6)
         axes.fill_between(x, scale * low, scale * high, color=colour, alpha=0.15, linewidth=0)
     axes.set_xlabel(x_label)
+    if against == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(y_label)
     axes.set_title(as_text(title))
     axes.grid(alpha=0.3)

@@ -11,16 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from fedbasin.core.figure_data import Analysis
 from fedbasin.core.record import Headline, write_atomically
 from fedbasin.core.settings import write_value
 from fedbasin.report.chart_data import chart_data
+from fedbasin.report.coinciding import coinciding
 from fedbasin.report.curves import COLOURS
 from fedbasin.report.paired import Difference, least_ratio
 from fedbasin.report.reproduce import recipes
-from fedbasin.report.runs import Run, headline_of_runs, shared_facts, telling_settings, title_of
+from fedbasin.report.runs import (
+    Run,
+    headline_of_runs,
+    is_federated,
+    shared_facts,
+    telling_settings,
+    title_of,
+)
 from fedbasin.report.served import say_gains, served_lines
 from fedbasin.report.table import Row, by_label, cells, differences, summarise
 from fedbasin.report.verdict import verdict
@@ -103,6 +111,8 @@ def render(
     )
     environment.filters |= {
         "size": say_bytes,
+        "count": count,
+        "breakable": breakable,
         "gains": say_gains,
         "score": lambda value: _score(value, headline),
         "cell": _cell,
@@ -125,6 +135,8 @@ def render(
         analyses=analyses,
         tuned=len(tuned),
         verdict=verdict(runs, baseline),
+        federated=sum(is_federated(run) for run in runs),
+        coinciding=coinciding(runs),
         differing=differing,
         settings=_settings(runs, differing),
         environment=_environment(runs),
@@ -199,6 +211,17 @@ def say_difference(gap: Difference | None, headline: Headline) -> str:
     if gap.low is not None and gap.high is not None:
         said += f" [{scale * gap.low:+.{digits}f}, {scale * gap.high:+.{digits}f}]"
     return said.replace("-", "\N{MINUS SIGN}")
+
+
+def breakable(text: str) -> Markup:
+    """Let a browser break a long name after commas and opening brackets."""
+    safe = str(escape(text))
+    return Markup(safe.replace("(", "(<wbr>").replace(",", ",<wbr>"))
+
+
+def count(amount: int | str, thing: str) -> str:
+    """Write an amount with its noun: 1 run, 2 runs."""
+    return f"{amount} {thing}" if str(amount) == "1" else f"{amount} {thing}s"
 
 
 def say_p(p: float) -> str:

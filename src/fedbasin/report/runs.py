@@ -112,6 +112,11 @@ def partition_follows_seed(runs: Sequence[Run]) -> bool:
     return all(run.settings.get("partition.seed") == run.settings.get("seed") for run in runs)
 
 
+def is_federated(run: Run) -> bool:
+    """Say whether real clients made the run, on Flower."""
+    return run.summary.get("executor") == "flower"
+
+
 def title_of(runs: Sequence[Run]) -> str:
     """Say what the runs share: the data and how it is split."""
     shared = [fact for name, fact in shared_facts(runs) if name in ("dataset", "partition")]

@@ -1,4 +1,4 @@
-"""The sentence under a table: which method is best, and whether the seeds can tell."""
+"""The sentence above a table: which method has the best mean, and whether the seeds can tell."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from fedbasin.report.runs import Run, headline_of_runs
 from fedbasin.report.table import Row, differences, summarise
 
 _MOST_NAMED = 4  # methods that a sentence lists; others are counted
+_ENOUGH_SEEDS = 10  # what is advised where a few seeds cannot tell
 
 
 def verdict(runs: Sequence[Run], baseline: str | None = None) -> str:
-    """Say which method has the best mean, by how much, and which are not shown to be worse.
+    """Say which method has the best mean, by how much, and which cannot be told apart from it.
 
-    Every other method is compared with the best one seed by seed (paired t-test), and the p-values
-    are corrected for the number of methods (Holm).
+    Every other method is compared with it seed by seed (paired t-test), and the p-values are
+    corrected for the number of methods (Holm).
 
     Args:
         runs: the runs.
@@ -30,20 +31,21 @@ def verdict(runs: Sequence[Run], baseline: str | None = None) -> str:
     ordered = sorted(rows, key=lambda row: sign * (row.score or 0.0))
     best = ordered[0]
     mean = f"{headline.shown(best.score)}{_unit(headline)}"
+    name = headline.name.replace("_", " ")
     if len(ordered) == 1:
-        return f"{best.method}: mean {headline.name} {mean}{_over(best.seeds)}."
+        return f"{best.method}: mean {name} {mean}{_over(best.seeds)}."
     method_of_best = next(run.method for run in runs if run.label == best.method)
     gaps = differences(runs, method_of_best)
-    start = f"{best.method} is best"
+    start = f"{'Highest' if headline.higher_is_better else 'Lowest'} mean {name}: {best.method}"
     reference = _reference(runs, ordered, baseline)
     gap = gaps.get(reference.method)
     if reference is best or gap is None:
-        lead = f": mean {headline.name} {mean}{_over(best.seeds)}"
+        lead = f", {mean}{_over(best.seeds)}"
     else:
-        lead = f": {_lead(gap, headline)} over {reference.method}{_seeds(gap.pairs)}"
+        lead = f", {_lead(gap, headline)} against {reference.method}{_over(gap.pairs)}"
     if best.seeds == 1:
-        return f"{start}{lead}. One seed cannot tell luck from merit: give it 5."
-    return f"{start}{lead}; {_told_apart([row.method for row in ordered[1:]], gaps)}."
+        return f"{start}{lead}. One seed cannot tell luck from merit: run {_ENOUGH_SEEDS}."
+    return f"{start}{lead}. {_told_apart([row.method for row in ordered[1:]], gaps, best.seeds)}."
 
 
 def _reference(runs: Sequence[Run], ordered: Sequence[Row], baseline: str | None) -> Row:
@@ -61,25 +63,28 @@ def _lead(gap: Difference, headline: Headline) -> str:
     unit = " points" if headline.unit == "%" else _unit(headline)
     if gap.low is None or gap.high is None:
         return f"{said}{unit}"
-    return f"{said}{unit} [{-scale * gap.high:.{digits}f}, {-scale * gap.low:.{digits}f}]"
+    return f"{said}{unit} [{-scale * gap.high:+.{digits}f}, {-scale * gap.low:+.{digits}f}]"
 
 
-def _told_apart(others: Sequence[str], gaps: dict[str, Difference | None]) -> str:
-    """Say which of the other methods are not shown to be worse than the best."""
+def _told_apart(others: Sequence[str], gaps: dict[str, Difference | None], seeds: int) -> str:
+    """Say which of the other methods the seeds cannot tell from the best."""
     close = []
     for method in others:
         gap = gaps.get(method)
         if gap is None or gap.holm is None or gap.holm >= 0.05:
             close.append(method)
     if not close:
-        return "all others are worse (p < 0.05 after Holm's correction)"
-    if len(close) == len(others) > 1:
-        return "the seeds cannot tell any other method apart from it"
+        which = "The other method is" if len(others) == 1 else "All others are"
+        return f"{which} worse (p < 0.05{', corrected by Holm' if len(others) > 1 else ''})"
     named = close[:_MOST_NAMED]
-    if len(close) > _MOST_NAMED:
-        named.append(f"{len(close) - _MOST_NAMED} others")
+    if len(close) == len(others) > _MOST_NAMED:
+        named = ["any other method"]
+    elif len(close) > _MOST_NAMED:
+        left = len(close) - _MOST_NAMED
+        named.append(f"{left} {'other' if left == 1 else 'others'}")
     listed = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
-    return f"{listed} cannot be told apart from it"
+    more = f": run {_ENOUGH_SEEDS}" if seeds < _ENOUGH_SEEDS else ""
+    return f"Not distinguishable from {listed} with {seeds} seeds{more}"
 
 
 def _unit(headline: Headline) -> str:
@@ -88,7 +93,3 @@ def _unit(headline: Headline) -> str:
 
 def _over(seeds: int) -> str:
     return f" over {seeds} seeds" if seeds > 1 else ""
-
-
-def _seeds(pairs: int) -> str:
-    return f", {pairs} seeds" if pairs > 1 else ""

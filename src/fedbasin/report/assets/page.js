@@ -5,7 +5,7 @@
   const short = d3.format(".4~g");
   const bytes = (value) => d3.format(".3~s")(value) + "B";
   const axes = {
-    round: { label: "round", show: (value) => `round ${value}` },
+    round: { label: "round", tickFormat: d3.format("d"), show: (value) => `round ${value}` },
     seconds: { label: "seconds", show: (value) => `${short(value)} s` },
     bytes: { label: "bytes moved", tickFormat: bytes, show: bytes },
     epsilon: { label: "epsilon", show: (value) => `epsilon ${short(value)}` },
@@ -64,6 +64,12 @@
     });
   }
 
+  /** Ticks of the x axis: whole numbers for rounds. */
+  function xTicks(curves, axis, most) {
+    const [first, last] = d3.extent(curves.flatMap((curve) => curve.points), (point) => point.x);
+    return axis === "round" && last - first < most ? d3.range(first, last + 1) : most;
+  }
+
   /** Marks of curves with bands; the tip names the nearest point. */
   function curveMarks(curves, tell) {
     const points = curves.flatMap((curve) => curve.points.map((point) => ({ ...point, curve })));
@@ -115,7 +121,7 @@
         ].join("\n");
       const chart = frame(width, {
         ariaLabel: "learning curves",
-        x: { label: axes[axis].label, tickFormat: axes[axis].tickFormat, ticks: width < 500 ? 5 : 10, nice: false },
+        x: { label: axes[axis].label, tickFormat: axes[axis].tickFormat, ticks: xTicks(curves, axis, width < 500 ? 5 : 10), nice: false },
         y: { label: data.measures[measure], grid: true, nice: true },
         marks: curveMarks(curves, tell),
       });
