@@ -23,6 +23,7 @@ from fedbasin.cli.analyze import analyze
 from fedbasin.cli.data import app as data_app
 from fedbasin.cli.export import export
 from fedbasin.cli.flower import app as flower_app
+from fedbasin.cli.networks import models
 from fedbasin.cli.paper import app as paper_app
 from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
@@ -479,6 +480,7 @@ def methods(
         console.print(card_text(name), highlight=False, markup=False)
 
 
+app.command()(models)
 app.add_typer(data_app, name="data")
 app.add_typer(paper_app, name="paper")
 app.command()(analyze)

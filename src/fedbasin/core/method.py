@@ -110,7 +110,8 @@ class Context:
 
     Args:
         layout: names of the parts of a vector.
-        clients: how many clients there are in all, N.
+        clients: how many clients there are in all, which bounds their ids.
+        holders: how many of them hold rows and can take part; 0 where it is not known.
         rounds: how many rounds the run has, R.
         key: the randomness of this round's server step.
         round: how many rounds are finished, t.
@@ -152,6 +153,12 @@ class Context:
     sampling: Sampling | None = None
     real: bool = False
     answered: int = 0
+    holders: int = 0
+
+    @property
+    def able(self) -> int:
+        """How many clients can take part, N of the methods' means over all clients."""
+        return self.holders or self.clients
 
     def at(self, round: int, lr: float, plan: Plan | None = None) -> Context:
         """Return the context of one round."""

@@ -454,6 +454,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             known,
             layout=self._codec.layout,
             clients=self._clients.total,
+            holders=self._clients.holders(),
             rounds=rounds,
             key=self.key,
             examples=self._clients.mean_examples(),
