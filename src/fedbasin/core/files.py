@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedbasin.core.system import sync_folder
+
 
 class FileError(OSError):
     """A file that cannot be written, with the reason and what to do."""
@@ -46,15 +48,3 @@ def _make_new(path: Path) -> None:
         raise FileError(f"{path} is a folder; remove it")
     path.unlink(missing_ok=True)
     path.touch(exist_ok=False)
-
-
-def sync_folder(folder: Path) -> None:
-    """Hand a folder's list of names to the disk, where the system can."""
-    if os.name != "posix":  # Windows opens no folders
-        return
-    with contextlib.suppress(OSError):  # nor do some network file systems
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
