@@ -16,7 +16,6 @@ from pathlib import Path
 
 from fedbasin.core.system import sync_folder
 
-
 _WHAT_TO_DO = {
     errno.ENOSPC: "make room, or give another folder",
     errno.EDQUOT: "make room, or give another folder",
