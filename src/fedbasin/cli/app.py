@@ -28,6 +28,7 @@ from fedbasin.cli.paper import app as paper_app
 from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
 from fedbasin.cli.report import Reach, ReachOrTarget, report
+from fedbasin.core.files import explained
 from fedbasin.core.record import headline_of
 from fedbasin.sinks import SINKS
 
@@ -128,7 +129,8 @@ def main() -> None:
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("FEDBASIN_DEBUG"):
             raise
-        line = Text.assemble(("error:", "red"), f" {error}")
+        said = explained(error) if isinstance(error, OSError) else str(error)
+        line = Text.assemble(("error:", "red"), f" {said}")
         Console(stderr=True).print(line, soft_wrap=True)
         sys.exit(130 if type(error).__name__ == "Interrupted" else 1)
 
@@ -314,7 +316,7 @@ def resume(
         )
         raise RecordError(f"{folder} holds no run: there is no config.toml in it{hint}")
     if not trust:
-        check_imports(folder / "config.toml")
+        check_imports(folder)
     layout = [Cell(read_experiment(folder / "config.toml"), folder)]
     if (folder / "model.safetensors").exists():
         console.print(Text(f"{folder} is finished: nothing is left to do"), soft_wrap=True)
