@@ -84,7 +84,8 @@ def from_table(
     """Make a dataset of a table.
 
     Numbers are standardised, text and categories become one-hot columns; both are fitted on
-    training rows alone (`Encoding`). Errors count rows from 0, the first row of data.
+    training rows alone (`Encoding`). A run in which clients hold rows out fits the numbers again
+    without these. Errors count rows from 0, the first row of data.
 
     Args:
         source: a frame of pandas, polars or pyarrow; the path of a CSV file, a parquet file or a
