@@ -260,7 +260,8 @@ def test_weights_from_a_file_are_the_start(data, tmp_path):
     ("model", "message"),
     [
         (lambda shape, outputs: 3, "model: <lambda> returned a int, not a torch.nn.Module"),
-        (lambda shape: nn.Linear(5, 1), r"model: <lambda> cannot be called with \(shape, classes"),
+        (lambda shape: nn.Linear(5, 1), r"model: <lambda> cannot be called with \(shape, outputs"),
+        (nn.Linear, r"model: Linear\(\(5,\), 2\) failed .*give a module, or a function"),
         (nn.Linear(5, 7), r"model: .* gives 7 outputs a row, and the task classification needs 2"),
         (nn.LazyLinear(2), "model: weight of LazyLinear has no shape yet"),
         (nn.Linear(5, 2, device="meta"), "model: weight of Linear is on the device 'meta'"),
