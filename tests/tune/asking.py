@@ -8,7 +8,7 @@ from fedbasin.data import from_arrays
 from fedbasin.experiment import Experiment
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
 from fedbasin.experiment.objects import Objects
-from fedbasin.tune import Request, read_over
+from fedbasin.tuning import Request, read_over
 
 ROWS = 120
 

@@ -20,8 +20,8 @@ from tune.asking import base, request
 
 from fedbasin.experiment import runs
 from fedbasin.sim.rounds import Federation
-from fedbasin.tune import Outcome, tune
-from fedbasin.tune.result import table_lines, trial_lines
+from fedbasin.tuning import Outcome, tune
+from fedbasin.tuning.result import table_lines, trial_lines
 
 
 def count_into(file: Path) -> None:

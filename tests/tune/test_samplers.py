@@ -7,10 +7,10 @@ from tune.asking import request
 
 from fedbasin.core.record import Headline
 from fedbasin.core.space import Options, Range
-from fedbasin.tune import TuneError, tune
-from fedbasin.tune.arguments import Argument
-from fedbasin.tune.result import trial_lines, tuned_rows
-from fedbasin.tune.search import Trial
+from fedbasin.tuning import TuneError, tune
+from fedbasin.tuning.arguments import Argument
+from fedbasin.tuning.result import trial_lines, tuned_rows
+from fedbasin.tuning.search import Trial
 
 ACCURACY = Headline()
 
@@ -37,7 +37,7 @@ def test_tpe_keeps_the_budget_and_proposes_the_same_settings_again(tmp_path):
 
 def test_tpe_looks_near_what_was_good_and_takes_every_kind_of_space():
     pytest.importorskip("optuna", reason="needs the extra optuna: pip install 'fedbasin[optuna]'")
-    from fedbasin.tune.tpe import propose
+    from fedbasin.tuning.tpe import propose
 
     arguments = [
         Argument("local.lr", ("lr",), Range(1e-4, 1.0, "log"), 0.05),

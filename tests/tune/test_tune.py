@@ -15,10 +15,10 @@ from fedbasin.experiment.config import (
 )
 from fedbasin.report.tuning import expected_best
 from fedbasin.sim.rounds import Federation
-from fedbasin.tune import TuneError, read_over, tune
-from fedbasin.tune.arguments import arguments_of, with_values
-from fedbasin.tune.points import settings, sobol
-from fedbasin.tune.result import table_lines, trial_lines, tuned_rows, verdict_of, write_report
+from fedbasin.tuning import TuneError, read_over, tune
+from fedbasin.tuning.arguments import arguments_of, with_values
+from fedbasin.tuning.points import settings, sobol
+from fedbasin.tuning.result import table_lines, trial_lines, tuned_rows, verdict_of, write_report
 
 
 @pytest.fixture(scope="module")
