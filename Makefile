@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-federation lint docs format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test test-flower test-federation test-kills lint docs format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ test-flower: $(VENV)/.flower ## install Flower and run the tests of deploy/ that
 
 test-federation: $(VENV)/.flower ## all tests of deploy/, with SuperLinks and SuperNodes that are killed (minutes)
 	OMP_NUM_THREADS=1 FEDBASIN_TEST_FEDERATION=1 $(BIN)/python -m pytest --timeout 900 tests/deploy $(ARGS)
+
+test-kills: $(VENV)/.dev ## kill a tuned comparison at 20 random moments, and go on each time
+	OMP_NUM_THREADS=1 FEDBASIN_TEST_KILLS=20 $(BIN)/python -m pytest tests/tune/test_killed.py $(ARGS)
 
 lint: $(VENV)/.dev ## check format, style, types and who imports whom
 	$(BIN)/ruff format --check .

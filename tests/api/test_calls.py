@@ -62,6 +62,11 @@ def test_every_entry_of_the_house_is_a_name_of_the_package():
         assert set(names) >= {p.name for p in CATALOGUE[name].parameters}
 
 
+def test_no_room_of_the_package_hides_a_public_name():
+    rooms = {path.stem for path in Path(fb.__file__).parent.iterdir()}
+    assert rooms & set(fb.__all__) == {"data", "testing"}  # which are meant as modules
+
+
 def test_the_stub_names_what_the_package_has():
     stub = (Path(fb.__file__).parent / "__init__.pyi").read_text()
     for name in set(fb.__all__) - {"data", "testing"}:

@@ -421,7 +421,7 @@ def tune(
     named = _assignments(set_, rounds=rounds, sim__device=device, task=task, model=model)
     base = _settings(config, preset, named, _table(data, target, client, task))
     from fedbasin.cli.tune import tune_and_show
-    from fedbasin.tune import Request, read_over
+    from fedbasin.tuning import Request, read_over
 
     request = Request(
         base=base,
