@@ -148,6 +148,14 @@ def render(
     )
 
 
+def is_page(path: Path) -> bool:
+    """Whether a file is a report page, by its first lines."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return b" \xc2\xb7 fedbasin</title>" in file.read(4096)
+
+
 def _asset(name: str) -> str:
     return (resources.files("fedbasin.report") / "assets" / name).read_text(encoding="utf-8")
 
