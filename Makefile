@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PINS := pyproject.toml constraints.txt
 EXTRA ?= core
-FLOWER ?= 1.40.0 1.41.0
+FLOWER ?= 1.40.0 1.41.0 # the range in pyproject.toml
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-flower test-flower-versions test-federation lock sbom audit lint docs format bench-peers bench-gpu bench-scaling clean
