@@ -38,7 +38,7 @@ lock: $(VENV)/.audit ## write locks/*.txt anew: versions of constraints.txt with
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python locks/make.py
 
 sbom: $(VENV)/.audit ## write sbom.cdx.json (CycloneDX) of the core, or of EXTRA=flower and others
-	$(BIN)/cyclonedx-py requirements locks/$(EXTRA).txt --pyproject pyproject.toml --output-reproducible --outfile sbom.cdx.json
+	$(BIN)/cyclonedx-py requirements locks/$(EXTRA).txt --pyproject pyproject.toml --output-reproducible --output-file sbom.cdx.json
 
 audit: $(VENV)/.audit ## look up known weaknesses of what the core, or EXTRA=flower, installs (needs a network)
 	$(BIN)/pip-audit --require-hashes --disable-pip --requirement locks/$(EXTRA).txt
