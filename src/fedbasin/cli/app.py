@@ -302,10 +302,10 @@ def resume(
 ) -> None:
     """Resume a stopped run. The result equals an uninterrupted run."""
     import fedbasin.experiment  # noqa: F401
-    from fedbasin.core.record import RecordError
+    from fedbasin.core.record import RecordError, RunFolder
     from fedbasin.experiment.checks import check_imports
     from fedbasin.experiment.config import read_experiment
-    from fedbasin.experiment.runs import Cell
+    from fedbasin.experiment.runs import Cell, mend_wiped
 
     if not (folder / "config.toml").exists():
         several = next(folder.glob("**/config.toml"), None) is not None
@@ -315,6 +315,7 @@ def resume(
             else ""
         )
         raise RecordError(f"{folder} holds no run: there is no config.toml in it{hint}")
+    mend_wiped(RunFolder(folder))
     if not trust:
         check_imports(folder)
     layout = [Cell(read_experiment(folder / "config.toml"), folder)]
