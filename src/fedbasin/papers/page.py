@@ -6,6 +6,7 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import resources
 
 from fedbasin.papers.beside import HEADER, Compared, Lines, basis, compare_lines, why
 from fedbasin.papers.grid import reason
@@ -91,6 +92,7 @@ def page(results: Sequence[Result]) -> str:
     lines = [served(table, results) for table in tables]
     blocks = [_HEAD + "".join(f"- *{mark}*: {meaning}.\n" for mark, meaning in MARKS.items())]
     blocks += [_overview([_counts(*both) for both in zip(tables, lines, strict=True)])]
+    blocks.append((resources.files("fedbasin.papers") / "in_short.md").read_text(encoding="utf-8"))
     for name in paper_names():
         paper = load_paper(name)
         head = f"## {paper.title}\n\n[{paper.venue}]({paper.url})\n\nWhere the runs differ:\n\n"
