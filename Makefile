@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-federation lint docs format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test test-flower test-federation lint docs stranger format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -32,7 +32,10 @@ lint: $(VENV)/.dev ## check format, style, types and who imports whom
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.docs ## run the notebooks and build the docs site into site/, which opens from disk
-	PATH="$(CURDIR)/$(BIN):$$PATH" FEDBASIN_RUN_NOTEBOOKS=true $(BIN)/mkdocs build --strict --quiet
+	PATH="$(CURDIR)/$(BIN):$$PATH" FEDBASIN_RUN_NOTEBOOKS=true $(BIN)/mkdocs build --strict
+
+stranger: ## the path of a new user, timed: clone, first table, own CSV, own federation (minutes)
+	tests/stranger.sh
 
 format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff format .
