@@ -65,6 +65,8 @@ SETTINGS = {
     },
 }
 
+NAMES = {"heart": ("Cleveland", "Hungary", "Switzerland", "VA Long Beach")}
+
 
 def wisdm():
     """Return the persons' rows; the test rows of the table are a tenth, drawn at random."""
@@ -99,20 +101,23 @@ def one_run(out: Path, setting: str, method: str, seed: int) -> dict:
     return line_of(setting, method, seed, folder)
 
 
-def runs(out: Path, setting: str, seeds: int, jobs: int) -> None:
-    """Run every method with every seed, several at once, and write a line a run."""
-    cells = [(seed, method) for seed in range(seeds) for method in METHODS]
-    spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=spawned) as pool:
-        waiting = [pool.submit(one_run, out, setting, method, seed) for seed, method in cells]
-        lines = []
-        for done in waiting:
-            line = done.result()
-            lines.append(line)
-            print(setting, line["seed"], line["method"], line["mean"], line["p10"], flush=True)
+def runs(out: Path, setting: str, methods: list[str], seeds: int, jobs: int) -> None:
+    """Run one method after another, several seeds at once, and write a line a run.
+
+    The lines are written when a method has run with every seed: no method is shown with fewer.
+    """
     RESULTS.mkdir(exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (RESULTS / f"clients_{setting}.jsonl").write_text(text, encoding="utf-8")
+    spawned = multiprocessing.get_context("spawn")
+    lines = []
+    with ProcessPoolExecutor(jobs, mp_context=spawned) as pool:
+        cells = [(method, seed) for method in methods for seed in range(seeds)]
+        waiting = [pool.submit(one_run, out, setting, method, seed) for method, seed in cells]
+        for (method, seed), done in zip(cells, waiting, strict=True):
+            line = done.result()
+            lines.append(json.dumps(line) + "\n")
+            print(setting, seed, method, line["mean"], line["p10"], flush=True)
+            if seed == seeds - 1:
+                (RESULTS / f"clients_{setting}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def line_of(setting: str, method: str, seed: int, folder: Path) -> dict:
@@ -135,51 +140,95 @@ def line_of(setting: str, method: str, seed: int, folder: Path) -> dict:
     }
 
 
-def interval(values: list[float]) -> str:
-    """Write a mean over seeds with its 95 % interval, times 100."""
+def interval(values: list[float], form: str = ".1f") -> str:
+    """Write a mean over seeds with its 95 % interval (Student's t), times 100."""
     values = 100 * np.array(values)
     half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return f"{values.mean():.1f} ± {half:.1f}"
+    return f"{values.mean():{form}} ± {half:.1f}"
+
+
+def over(gaps: list[float]) -> str:
+    """Write the mean of differences within seeds with its 95 % interval, times 100."""
+    return interval(gaps, "+.1f")
 
 
 def tables() -> None:
     """Print the tables of docs/methods/clients.md."""
     for setting in SETTINGS:
-        path = RESULTS / f"clients_{setting}.jsonl"
-        if not path.exists():
+        found = read(setting)
+        if not found:
             print(f"\n{setting}: not run")
             continue
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        found = defaultdict(dict)
-        for line in lines:
-            found[line["method"]][line["seed"]] = line
-        base = found["fedavg"]
-        print(f"\n### {setting}, {len(base)} seeds\n")
-        print("| method | mean | worst decile | mean vs FedAvg | decile vs FedAvg |"
-              " clients that gain / lose | gain - lose, 95 % |")  # fmt: skip
-        print("|---|---|---|---|---|---|---|")
-        for method, by_seed in found.items():
-            cells = [interval([by_seed[s][k] for s in by_seed]) for k in ("mean", "p10")]
-            if method == "fedavg":
-                print(f"| {method} | {cells[0]} | {cells[1]} | | | | |")
-                continue
+        print(f"\n### {setting}, {len(found['fedavg'])} seeds")
+        print(f"\n{methods_table(found)}\n\n{ways_table(found['fedavg'])}")
+        if setting in NAMES:
+            print("\n" + clients_table(found["fedavg"], NAMES[setting]))
+
+
+def read(setting: str) -> dict[str, dict[int, dict]]:
+    """Return the lines of a setting by method and seed; empty before it has run."""
+    path = RESULTS / f"clients_{setting}.jsonl"
+    found = defaultdict(dict)
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        read = json.loads(line)
+        found[read["method"]][read["seed"]] = read
+    return dict(found)
+
+
+def methods_table(found: dict[str, dict[int, dict]]) -> str:
+    """Return every method's mean and worst decile, and both against FedAvg's."""
+    base = found["fedavg"]
+    lines = [
+        "| method | mean | worst decile | mean, over FedAvg | decile, over FedAvg "
+        "| clients that gain / lose | gain - lose |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for method, by_seed in found.items():
+        cells = [interval([by_seed[s][k] for s in by_seed]) for k in ("mean", "p10")]
+        if method == "fedavg":
+            cells += [""] * 4
+        else:
             for k in ("mean", "p10"):
-                cells.append(interval([by_seed[s][k] - base[s][k] for s in by_seed]))
+                cells.append(over([by_seed[s][k] - base[s][k] for s in by_seed]))
             gains = client_gains(scores(by_seed, "accuracy"), scores(base, "accuracy"))
             cells.append(f"{gains.gain} / {gains.lose} of {gains.clients}")
             cells.append(f"{100 * gains.low:+.0f} to {100 * gains.high:+.0f} %")
-            print(f"| {method} | {' | '.join(cells)} |")
-        print("\n| FedAvg's clients | mean | worst decile | better than federated |")
-        print("|---|---|---|---|")
-        federated = scores(base, "accuracy")
-        for way in WAYS:
-            own = scores(base, f"accuracy{way}")
-            decile = [float(np.nanquantile(v, 0.1)) for v in own.values()]
-            mean = [float(np.nanmean(v)) for v in own.values()]
-            won = [float(np.mean(own[s] > federated[s])) for s in own]
-            name = way.strip("_") or "federated"
-            print(f"| {name} | {interval(mean)} | {interval(decile)} |"
-                  f" {interval(won) + ' % of clients' if way else ''} |")  # fmt: skip
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ways_table(base: dict[int, dict]) -> str:
+    """Return what FedAvg's clients get of it, and of models that are not federated."""
+    lines = [
+        "| model | mean | worst decile | mean, over federated | decile, over federated "
+        "| better than federated, % of clients |",
+        "|---|---|---|---|---|---|",
+    ]
+    federated = scores(base, "accuracy")
+    for way in WAYS:
+        own = scores(base, f"accuracy{way}")
+        mean = {s: float(np.nanmean(v)) for s, v in own.items()}
+        decile = {s: float(np.nanquantile(v, 0.1)) for s, v in own.items()}
+        cells = [interval(list(mean.values())), interval(list(decile.values()))]
+        if way:
+            cells.append(over([mean[s] - np.nanmean(federated[s]) for s in own]))
+            cells.append(over([decile[s] - np.nanquantile(federated[s], 0.1) for s in own]))
+            cells.append(interval([float(np.mean(own[s] > federated[s])) for s in own]))
+        else:
+            cells += [""] * 3
+        lines.append(f"| {way.strip('_') or 'federated'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def clients_table(base: dict[int, dict], names: tuple[str, ...]) -> str:
+    """Return every client's score of FedAvg's model and of the others."""
+    heads = [way.strip("_") or "federated" for way in WAYS]
+    lines = [f"| client | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
+    for client, name in enumerate(names):
+        own = [scores(base, f"accuracy{way}") for way in WAYS]
+        cells = [interval([values[client] for values in each.values()]) for each in own]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def scores(by_seed: dict, name: str) -> dict[int, np.ndarray]:
@@ -194,11 +243,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("settings", nargs="*", help=", ".join(SETTINGS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     for each in arguments.settings:
-        runs(arguments.out, each, arguments.seeds, arguments.jobs)
+        runs(arguments.out, each, arguments.methods, arguments.seeds, arguments.jobs)
     if arguments.table or arguments.settings:
         tables()

@@ -57,13 +57,21 @@ from fedbasin.local.losses import LogitAdjusted as _LogitAdjusted
 from fedbasin.local.optimisers import SGD as _SGD
 from fedbasin.local.optimisers import Adam as _Adam
 from fedbasin.local.optimisers import AdamW as _AdamW
+from fedbasin.local.personalise import Epochs as _Epochs
+from fedbasin.local.personalise import Steps as _Steps
+from fedbasin.local.privacy import ClipUpdate as _ClipUpdate
+from fedbasin.local.privacy import LocalDP as _LocalDP
 from fedbasin.local.prox import Prox as _Prox
 from fedbasin.local.sharpness import ASAM as _ASAM
 from fedbasin.local.sharpness import LESAM as _LESAM
 from fedbasin.local.sharpness import SAM as _SAM
 from fedbasin.methods.adabest import AdaBest as _AdaBest
 from fedbasin.methods.balancefl import BalanceFL as _BalanceFL
+from fedbasin.methods.bucketing import Bucketing as _Bucketing
+from fedbasin.methods.bulyan import Bulyan as _Bulyan
+from fedbasin.methods.centered_clipping import CenteredClipping as _CenteredClipping
 from fedbasin.methods.creff import CReFF as _CReFF
+from fedbasin.methods.dp import DP as _DP
 from fedbasin.methods.fedacg import FedACG as _FedACG
 from fedbasin.methods.fedadagrad import FedAdagrad as _FedAdagrad
 from fedbasin.methods.fedadam import FedAdam as _FedAdam
@@ -92,35 +100,56 @@ from fedbasin.methods.fedwcm import FedWCM as _FedWCM
 from fedbasin.methods.fedyogi import FedYogi as _FedYogi
 from fedbasin.methods.gamf import GAMF as _GAMF
 from fedbasin.methods.ima import IMA as _IMA
+from fedbasin.methods.krum import Krum as _Krum
 from fedbasin.methods.ldawa import LDAWA as _LDAWA
+from fedbasin.methods.median import Median as _Median
 from fedbasin.methods.mime import Mime as _Mime
 from fedbasin.methods.mimelite import MimeLite as _MimeLite
 from fedbasin.methods.mofedsam import MoFedSAM as _MoFedSAM
+from fedbasin.methods.norm_bound import NormBound as _NormBound
+from fedbasin.methods.rfa import RFA as _RFA
 from fedbasin.methods.scaffold import Scaffold as _Scaffold
 from fedbasin.methods.serverft import ServerFT as _ServerFT
 from fedbasin.methods.swa import SWA as _SWA
+from fedbasin.methods.trimmed_mean import TrimmedMean as _TrimmedMean
 from fedbasin.methods.wima import WIMA as _WIMA
+from fedbasin.sim.attacks import ALIE as _ALIE
+from fedbasin.sim.attacks import IPM as _IPM
+from fedbasin.sim.attacks import Backdoor as _Backdoor
+from fedbasin.sim.attacks import Gaussian as _Gaussian
+from fedbasin.sim.attacks import LabelFlip as _LabelFlip
+from fedbasin.sim.attacks import MinMax as _MinMax
+from fedbasin.sim.attacks import Scaled as _Scaled
+from fedbasin.sim.attacks import SignFlip as _SignFlip
 
 accuracy = _Accuracy
 accuracy_per_class = _AccuracyPerClass
 adabest = _AdaBest
 adam = _Adam
 adamw = _AdamW
+alie = _ALIE
 asam = _ASAM
 auroc = _AUROC
 average_precision = _AveragePrecision
+backdoor = _Backdoor
 balanced_accuracy = _BalancedAccuracy
 balanced_rows = _BalancedRows
 balanced_softmax = _BalancedSoftmax
 balancefl = _BalanceFL
 binary = _Binary
 brier = _Brier
+bucketing = _Bucketing
+bulyan = _Bulyan
 by_group = _ByGroup
 c_index = _CIndex
+centered_clipping = _CenteredClipping
 class_balanced = _ClassBalanced
 classification = _Classification
+clip_update = _ClipUpdate
 creff = _CReFF
+dp = _DP
 ece = _ECE
+epochs = _Epochs
 fedacg = _FedACG
 fedadagrad = _FedAdagrad
 fedadam = _FedAdam
@@ -149,31 +178,44 @@ fedwcm = _FedWCM
 fedyogi = _FedYogi
 focal = _Focal
 gamf = _GAMF
+gaussian = _Gaussian
 group_mean = _GroupMean
 ima = _IMA
+ipm = _IPM
 kept_momentum = _KeptMomentum
+krum = _Krum
+label_flip = _LabelFlip
 ldawa = _LDAWA
 lesam = _LESAM
+local_dp = _LocalDP
 logit_adjusted = _LogitAdjusted
 loss = _Loss
 macro_f1 = _MacroF1
 mae = _MAE
+median = _Median
 mime = _Mime
 mimelite = _MimeLite
+min_max = _MinMax
 mofedsam = _MoFedSAM
 multilabel = _Multilabel
+norm_bound = _NormBound
 perplexity = _Perplexity
 prox = _Prox
 r2 = _R2
 regression = _Regression
+rfa = _RFA
 rmse = _RMSE
 sam = _SAM
 scaffold = _Scaffold
+scaled = _Scaled
 serverft = _ServerFT
 sgd = _SGD
+sign_flip = _SignFlip
+steps = _Steps
 survival = _Survival
 swa = _SWA
 tokens = _Tokens
+trimmed_mean = _TrimmedMean
 wima = _WIMA
 
 alexnet: Callable[..., Choice]
@@ -214,6 +256,7 @@ natural: Callable[..., Choice]
 only: Callable[..., Choice]
 pachinko: Callable[..., Choice]
 pfl_cnn: Callable[..., Choice]
+poisson: Callable[..., Choice]
 quantiles: Callable[..., Choice]
 quantity_skew: Callable[..., Choice]
 reseeded: Callable[..., Choice]
@@ -226,9 +269,9 @@ resnet8: Callable[..., Choice]
 shakespeare_lstm: Callable[..., Choice]
 shards: Callable[..., Choice]
 simple_cnn: Callable[..., Choice]
-timm: Callable[..., Choice]
 size_dirichlet: Callable[..., Choice]
 stepwise: Callable[..., Choice]
+timm: Callable[..., Choice]
 vgg11: Callable[..., Choice]
 warmup: Callable[..., Choice]
 wrn56_4: Callable[..., Choice]

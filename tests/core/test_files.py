@@ -11,7 +11,7 @@ import torch
 
 from fedbasin.core.archive import Archive, ArchiveError
 from fedbasin.core.expressions import ExpressionError, no_imports, parse
-from fedbasin.core.files import FileError
+from fedbasin.core.files import FileError, explained
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.core.state import StateError, load, read, save
@@ -88,6 +88,29 @@ def test_a_full_disk_is_one_line_and_the_old_file_stays(tmp_path, monkeypatch):
         write_atomically(tmp_path / "text", "new")
     assert (tmp_path / "state").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_full_disk_at_the_end_of_a_round_is_one_line(tmp_path, monkeypatch):
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    with pytest.raises(FileError, match=r"rounds\.jsonl cannot be written \(No space.*resume"):
+        RunFolder(tmp_path).append(RoundRecord(1))
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (errno.EROFS, "out: Read-only file system; nothing can be written there: give another"),
+        (errno.EISDIR, "out: Is a directory; it is a folder: name a file"),
+        (errno.ELOOP, "out: Too many levels of symbolic links"),
+    ],
+)
+def test_what_the_system_refuses_is_named_with_what_to_do(number, hint):
+    said = explained(OSError(number, os.strerror(number), "out"))
+    assert said.startswith(hint)
+    assert explained(OSError("no number")) == "no number"
 
 
 def test_lines_and_folders_reach_the_disk(tmp_path, monkeypatch):

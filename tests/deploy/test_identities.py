@@ -282,7 +282,9 @@ def test_class_counts_add_up_to_the_rows():
 def test_rows_in_the_mean_are_of_the_clients_that_are_known():
     clients = Clients(Mailbox(LocalGrid(app(), 6)), total=6)
     clients._identities = {10: NodeIdentity(0, 10), 11: NodeIdentity(1, 15)}
-    assert clients.mean_examples() == 12.5
+    assert clients.mean_examples() == 12.5 and clients.holders() == 0  # not all have said
+    clients._identities = {n: NodeIdentity(n, 0 if n == 3 else 10 + n) for n in range(6)}
+    assert clients.holders() == 5 and clients.mean_examples() == (10 + 11 + 12 + 14 + 15) / 5
 
 
 def test_a_count_of_clients_is_waited_for_when_a_node_dies():

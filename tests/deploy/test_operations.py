@@ -114,8 +114,9 @@ def test_the_commands_of_the_compose_file_make_a_federation(tmp_path):
 
     def machine(name, **changes):
         folder = tmp_path / name
-        places = {"/state/": f"{folder}/", "/keys/": f"{keys}/", "/data/": f"{folder}/"}
-        places |= {"/records": f"{folder}/records", "superlink:9092": "127.0.0.1:9092", **changes}
+        places = dict(changes)  # first: a site's own key lies apart
+        places |= {"/state/": f"{folder}/", "/keys/": f"{keys}/", "/data/": f"{folder}/"}
+        places |= {"/records": f"{folder}/records", "superlink:9092": "127.0.0.1:9092"}
         machines[name] = Machine(folder, places)
         return machines[name]
 

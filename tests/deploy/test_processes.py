@@ -160,19 +160,53 @@ def test_nothing_is_left_behind(tmp_path):
     assert not nodes._marked() and mark == nodes._mark
 
 
-def test_a_scheduler_that_ends_the_command_ends_its_processes(tmp_path):
-    def ours():
-        found = []
-        for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"FLWR_HOME={tmp_path}".encode() in (place / "environ").read_bytes():
-                    found.append(place.name)
-        return found
+def ours(folder):
+    """The processes of a federation, by another way than the code's."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"FLWR_HOME={folder}".encode() in (place / "environ").read_bytes():
+                found.append(place.name)
+    return found
 
+
+def up(folder, **pipes):
     command = [sys.executable, "-m", "fedbasin", "flower", "up", "--nodes", "2", "--out"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen([*command, str(tmp_path)], env=environment)
-    wait(lambda: len(ours()) >= 3, "a SuperLink and two SuperNodes run")
+    return subprocess.Popen([*command, str(folder)], env=environment, **pipes)
+
+
+def test_a_scheduler_that_ends_the_command_ends_its_processes(tmp_path):
+    process = up(tmp_path)
+    wait(lambda: len(ours(tmp_path)) >= 3, "a SuperLink and two SuperNodes run")
     process.terminate()
     assert process.wait(60) == 128 + signal.SIGTERM
-    assert not ours()
+    assert not ours(tmp_path)
+
+
+def test_a_killed_command_leaves_processes_that_the_next_names_and_down_ends(tmp_path):
+    process = up(tmp_path)
+    wait(lambda: len(ours(tmp_path)) >= 3, "a SuperLink and two SuperNodes run")
+    process.kill()
+    process.wait()
+    left = ours(tmp_path)
+    assert len(left) >= 3
+    again = up(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, said = again.communicate(timeout=200)
+    assert again.returncode == 1
+    assert all(pid in said.decode() for pid in left), said.decode()
+    assert f"fedbasin flower down {tmp_path}" in said.decode()
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "fedbasin", "flower", "down", str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, timeout=200)
+    assert not ours(tmp_path)
+
+
+def test_a_node_with_a_key_that_is_killed_comes_back_within_the_minute(tmp_path):
+    with federation(tmp_path / "f", 1, tls=True) as nodes:
+        wait(lambda: "SuperNode ID" in nodes.log("node0"), "the node is let in")
+        nodes.kill("node0")
+        nodes.start_node(0)
+        log = nodes.log("node0")
+        assert "[code: 2004]" in log  # else Flower has mended it, and the wait can go
+        assert log.count("SuperNode ID") == 2

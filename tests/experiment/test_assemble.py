@@ -301,3 +301,13 @@ def test_renewed_statistics_weigh_every_row_of_the_server_alike():
     np.testing.assert_allclose(mean, inputs.mean(axis=0))
     parts = [part.var(axis=0, ddof=1) for part in (inputs[:500], inputs[500:])]
     np.testing.assert_allclose(variance, (5 * parts[0] + 2 * parts[1]) / 7)
+
+
+def test_methods_are_told_how_many_clients_hold_rows():
+    how = {"how": "dirichlet(alpha=0.01, minimum=0)", "clients": 60}
+    federation = build(Experiment(partition=PartitionConfig(**how)))
+    sizes = federation.population.sizes
+    holders = int((sizes > 0).sum())
+    assert 0 < holders < 60 == federation.context.clients
+    assert federation.context.able == federation.context.holders == holders
+    assert federation.context.examples == float(sizes[sizes > 0].mean())

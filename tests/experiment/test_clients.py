@@ -19,6 +19,11 @@ from fedbasin.experiment.rows import cut_rows
 from fedbasin.local.train import Received
 from fedbasin.sim.loop import client_key
 
+# Ray leaves files of its own open while it starts.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 SETTINGS = {
     "rounds": 4,
     "model": "mlp(widths=(8,))",
@@ -136,8 +141,14 @@ def test_models_at_home_are_those_of_clients_trained_one_by_one(finished, way, n
         assert table.numbers(f"accuracy_{way}")[client] == pytest.approx(right)
 
 
-def test_a_cohort_gives_the_scores_of_a_loop(finished, tmp_path):
-    run(changed(sim={"executor": "cohort"}), tmp_path / "run")
+@pytest.mark.parametrize("engine", ["cohort", "workers", "ray"])
+def test_every_engine_gives_the_scores_of_a_loop(finished, tmp_path, engine, request):
+    settings = {"executor": "loop", "workers": 2} if engine == "workers" else {"executor": engine}
+    if engine == "ray":
+        ray = pytest.importorskip("ray", reason="needs the extra ray: pip install 'fedbasin[ray]'")
+        request.addfinalizer(ray.shutdown)
+        settings["workers"] = 1
+    run(changed(sim=settings), tmp_path / "run")
     ours, theirs = (ClientTable.read(p / "clients.csv") for p in (tmp_path / "run", finished))
     assert ours.columns.keys() == theirs.columns.keys()
     for name in ours.columns:
@@ -210,6 +221,27 @@ def test_lambdas_become_a_column(tmp_path):
     records = RunFolder(tmp_path / "run").read_rounds()
     total = np.nansum(table.numbers("lambdas") * table.numbers("took_part"))
     assert total == pytest.approx(sum(sum(record.notes["lambdas"]) for record in records))
+
+
+@pytest.mark.parametrize(
+    ("method", "columns"),
+    [("fedcda(warmup=1)", ["picked_age"]), ("fedwcm", ["client_scores", "shares"])],
+)
+def test_what_a_method_notes_of_single_clients_becomes_columns(tmp_path, method, columns):
+    run(changed(method=method, sim={"baselines": False, "personalise": ""}), tmp_path / "run")
+    table = ClientTable.read(tmp_path / "run" / "clients.csv")
+    federation = build(changed(method=method))
+    cohorts = [federation.cohort(r)[1].tolist() for r in range(4)]
+    records = RunFolder(tmp_path / "run").read_rounds()
+    for name in columns:
+        for client in range(9):
+            own = [
+                record.notes[name][cohort.index(client)]
+                for record, cohort in zip(records, cohorts, strict=True)
+                if client in cohort
+            ]
+            expected = np.mean(own) if own else np.nan
+            assert table.numbers(name)[client] == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from fedbasin.sim import LoopExecutor
 from fedbasin.sim.cohort import CohortExecutor
 
 BASE = Experiment(
+    method="fedprox",  # with no rule dense layers are batched products, which are not compiled
     model="logistic",
     rounds=20_000,
     partition=PartitionConfig(how="iid", clients=40),
@@ -54,16 +55,27 @@ def test_nothing_is_compiled_without_a_compiler(monkeypatch):
     assert executor().compiled is False
 
 
+def test_batched_products_are_not_compiled():
+    assert executor(method="fedavg").compiled is False
+    asked = executor(method="fedavg", sim=SimConfig(device="cpu", compile="on"))
+    assert asked.compiled is True
+
+
 @pytest.mark.parametrize(
-    ("model", "kind"),
+    ("method", "model", "batch", "kind"),
     [
-        ("mlp(widths=(200,))", CohortExecutor),
-        ("mlp(widths=(512, 512))", LoopExecutor),
-        ("lenet", LoopExecutor),
+        ("fedavg", "mlp(widths=(200,))", 10, CohortExecutor),
+        ("fedavg", "mlp(widths=(1024, 512))", 10, CohortExecutor),
+        ("fedprox", "mlp(widths=(1024, 512))", 10, LoopExecutor),
+        ("fedavg", "mlp(widths=(1024, 512))", 50, LoopExecutor),
+        ("fedavg", "lenet", 1, CohortExecutor),
+        ("fedavg", "lenet", 50, LoopExecutor),
+        ("fedavg", "resnet8(norm='batch')", 1, LoopExecutor),
     ],
 )
-def test_the_matrix_is_for_small_networks_without_convolutions(model, kind):
-    assert type(executor(model=model, rounds=1)) is kind
+def test_the_matrix_is_for_steps_of_little_work(method, model, batch, kind):
+    local = LocalConfig(steps=1, batch=batch)
+    assert type(executor(method=method, model=model, rounds=1, local=local)) is kind
 
 
 def test_only_images_for_convolutions_are_laid_out_channels_last():

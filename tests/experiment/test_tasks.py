@@ -150,7 +150,7 @@ from fedbasin.core.task import RowTask
 
 @entry("task")
 @dataclass(frozen=True)
-class Poisson(RowTask):
+class Counts(RowTask):
     """Counts: exp of the output is the expected one.
 
     Args:
@@ -164,13 +164,13 @@ class Poisson(RowTask):
     def outputs(self, targets):
         """One output."""
         if not targets.whole or targets.columns != 1:
-            raise ValueError("poisson needs one whole number a row")
+            raise ValueError("counts needs one whole number a row")
         return 1
 
     def check_values(self, targets):
         """Counts are not negative."""
         if (targets < 0).any():
-            raise ValueError(f"poisson needs counts of at least 0, got {int(targets.min())}")
+            raise ValueError(f"counts needs counts of at least 0, got {int(targets.min())}")
 
     def each(self, outputs, targets):
         """Return the negative log-likelihood of every row, without its constant."""
@@ -189,12 +189,12 @@ def counts(tmp_path, monkeypatch):
     targets = rng.poisson(np.exp(inputs[:, 0])).astype(np.int64)
     rows = Rows(inputs, targets)
     yield Dataset("counts", "table", rows.take(slice(0, 150)), rows.take(slice(150, 200)), ())
-    CATALOGUE.pop("poisson", None)
+    CATALOGUE.pop("counts", None)
     sys.modules.pop("own_tasks", None)
 
 
 def test_a_task_of_a_users_module_runs_in_processes(counts, tmp_path):
-    base = replace(experiment("regression", "fedavg", 3), task="own_tasks.poisson(offset=0.5)")
+    base = replace(experiment("regression", "fedavg", 3), task="own_tasks.counts(offset=0.5)")
     assert isinstance(base, Experiment)
     ends = {}
     for name, sim in (
@@ -212,5 +212,5 @@ def test_a_task_of_a_users_module_runs_in_processes(counts, tmp_path):
     first = before.evaluator.score(before.net.initial()[0])["loss"]
     assert ends["loop"][1] < first - 0.2
     bad = replace(counts.train, labels=counts.train.labels - 1)
-    with pytest.raises(ConfigError, match="task: poisson needs counts of at least 0, got -1"):
+    with pytest.raises(ConfigError, match="task: counts needs counts of at least 0, got -1"):
         build(base, data=replace(counts, train=bad))

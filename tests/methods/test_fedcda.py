@@ -79,6 +79,13 @@ class NumpyFedCDA:
         order = key.numpy().permutation(len(cohort))
         cuts = 1 if how.strategy == "exact" else min(how.batches, len(cohort))
         chosen = {n: r for n, r in self.picked.items() if n not in cohort}
+        if how.strategy == "global":  # everyone seen is picked for, all at once
+            seen = sorted(self.cache)
+            ways = (
+                dict(zip(seen, way, strict=True))
+                for way in itertools.product(*(self.cache[n][::-1] for n in seen))
+            )
+            return min(ways, key=self.value)
         for part in np.array_split(order, cuts):
             batch = [cohort[i] for i in part]
             ways = [
@@ -103,6 +110,8 @@ class NumpyFedCDA:
                 self.cache[n] = [*self.cache.get(n, []), (t, model, last)][-self.method.memory :]
             newest = self.picked | {n: self.cache[n][-1] for n in cohort}
             warm = t < begins
+            if self.method.strategy == "global" and not warm:
+                newest = {n: records[-1] for n, records in self.cache.items()}
             self.picked = newest if warm else self.picked | self.select(t, cohort)
             weights = [self.weight(n) for n in self.picked]
             picked = np.array([r[1] for r in self.picked.values()])
@@ -115,6 +124,7 @@ class NumpyFedCDA:
 
 
 CASES = [
+    FedCDA(warmup=2, strategy="global", weighting="samples"),
     FedCDA(warmup=2),
     FedCDA(warmup=0.25, batches=2, smoothness=3.0),
     FedCDA(warmup=0, strategy="exact", memory=2, loss_term=False),
@@ -150,7 +160,10 @@ def test_fedcda_equals_a_plain_numpy_loop(method):
         mean_loss = sum(weights[n] * r[2] for n, r in oracle.picked.items()) / total
         assert notes["loss"] == pytest.approx(mean_loss, rel=1e-8)
         assert notes["age"] == pytest.approx(np.mean([t - r for r in picked.values()]))
-        assert notes["older"] == pytest.approx(np.mean([picked[n] != t for n in cohort]))
+        assert notes["picked_age"] == [t - picked[n] for n in cohort]
+        pickers = newest if method.strategy == "global" and t >= begins else cohort
+        missed = [picked[n] != newest[n][0] for n in pickers]
+        assert notes["older"] == pytest.approx(np.mean(missed))
         older += notes["older"]
     assert (older > 0) == (method.strategy != "newest")  # the choice was a real one
 
@@ -288,6 +301,25 @@ def test_polish_never_diverges_more_than_greedy():
     assert differs
 
 
+def test_global_selection_diverges_least_of_all_and_is_refused_where_it_is_too_large():
+    smaller = False
+    for seed in range(20):
+        exact = FedCDA(warmup=0, strategy="exact", loss_term=False)
+        state, server, sent = filled(exact, clients=8, seed=seed)
+        part = sent.take(torch.arange(3))
+        cohort, _ = exact.aggregate(state, server, part, context(8, 3))
+        everyone, after = replace(exact, strategy="global").aggregate(
+            state, server, part, context(8, 3)
+        )
+        assert everyone.notes.divergence <= cohort.notes.divergence + 1e-12
+        smaller |= everyone.notes.divergence < cohort.notes.divergence - 1e-9
+        picked = [after.model(n, int(after.picked[n]), None) for n in range(8)]
+        torch.testing.assert_close(everyone.send, torch.stack(picked).mean(0))
+    assert smaller
+    with pytest.raises(ValueError, match="a batch of 33 clients with up to 3 models each"):
+        FedCDA(strategy="global").init(server, context(33))
+
+
 def test_a_client_whose_size_changes_counts_with_its_new_weight():
     method = FedCDA(warmup=0, weighting="samples", memory=1)
     server = torch.zeros(1, dtype=torch.float64)
@@ -323,7 +355,7 @@ def test_clients_follow_further_rules():
         ("fedcda(warmup=1.0)", r"warmup .* share of them in \[0, 1\) \(0.25\), got 1.0"),
         ("fedcda(smoothness=-1.0)", "smoothness must be at least 0"),
         ("fedcda(strategy='exact', polish=True)", "polish improves strategy='greedy', got .*exact"),
-        ("fedcda(strategy='best')", "'greedy' or 'exact' or 'newest' or 'random'"),
+        ("fedcda(strategy='best')", "'greedy' or 'exact' or 'global' or 'newest' or 'random'"),
     ],
 )
 def test_bad_settings_are_refused(text, words):

@@ -13,10 +13,12 @@ from methods.numpy_clients import (
 )
 
 from fedbasin.core.expressions import parse
-from fedbasin.core.method import Plan
+from fedbasin.core.method import Context, Plan
+from fedbasin.core.rng import root
 from fedbasin.core.rule import Setting
+from fedbasin.core.vectors import Layout
 from fedbasin.local import SGD
-from fedbasin.methods import FedDyn
+from fedbasin.methods import FedDyn, FedSpeed
 from fedbasin.testing import replies_of, trajectory
 
 
@@ -147,3 +149,17 @@ def test_local_momentum_is_cautioned(source):
 def test_bad_settings_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} must be above 0"):
         FedDyn(**{field: value})
+
+
+def test_the_mean_drift_is_over_the_clients_that_hold_rows():
+    layout = Layout(("head.weight",), ((2,),), head=("head.weight",))
+    server = torch.zeros(2, dtype=torch.float64)
+    sent = replies_of(torch.tensor([[1.0, 2.0], [3.0, -2.0]], dtype=torch.float64))
+
+    def drift(method, **known):
+        context = Context(layout, rounds=4, key=root(0), **known)
+        return method.aggregate(method.init(server, context), server, sent, context)[1].drift
+
+    for method in (FedDyn(), FedSpeed(server="release")):
+        assert drift(method, clients=8, holders=4).tolist() == [1.0, 0.0], method
+        assert drift(method, clients=8).tolist() == [0.5, 0.0], method

@@ -15,7 +15,7 @@ from local.directions import (
 from fedbasin.core.rng import fold_in, root
 from fedbasin.local import SGD
 from fedbasin.local.step import Point, step
-from fedbasin.methods import FedAvg, FedGEN, fedgen
+from fedbasin.methods import FedAvg, FedGEN
 from fedbasin.methods.fedgen import (
     Counts,
     Generator,
@@ -193,7 +193,9 @@ def test_only_marked_classes_are_drawn():
 
 
 def test_the_least_number_that_is_drawn_falls_on_a_marked_class(monkeypatch):
-    monkeypatch.setattr(fedgen, "uniform", lambda key, counter: torch.zeros(len(counter)))
+    monkeypatch.setattr(
+        "fedbasin.methods.fedgen.uniform", lambda key, counter: torch.zeros(len(counter))
+    )
     assert labels_at(KEY, 3, torch.tensor([0.0, 0.0, 1.0, 1.0])).tolist() == [2, 2, 2]
 
 

@@ -117,6 +117,9 @@ def test_fedwcm_equals_a_plain_numpy_loop_and_its_momentum_is_a_moving_average(m
         assert method.alpha <= after.state.alpha.item() <= max(method.alpha, method.alpha_max)
         assert record.notes["alpha"] == pytest.approx(used)
         assert record.notes["effective_clients"] == pytest.approx(1 / (w**2).sum())
+        assert record.notes["shares"] == pytest.approx(w.tolist())
+        scores = numpy_scores(counts, method.score)[0][federation.cohort(record.round - 1)[1]]
+        assert record.notes["client_scores"] == pytest.approx(scores.tolist())
         assert record.notes["momentum_norm"] == pytest.approx(np.linalg.norm(delta))
         assert record.notes["imbalance"] == pytest.approx(numpy_scores(counts, "tv")[1])
 

@@ -5,11 +5,15 @@ import pytest
 import torch
 from methods.numpy_clients import NumpyClients, linear_federation, models
 
-from fedbasin.core.method import Plan
+from fedbasin.core.method import Context, Plan
+from fedbasin.core.rng import root
+from fedbasin.core.vectors import Layout
 from fedbasin.local import SGD
 from fedbasin.methods import FedAvg, Scaffold
 from fedbasin.methods.scaffold import Change
-from fedbasin.testing import _one_round, trajectory
+from fedbasin.testing import _one_round, replies_of, trajectory
+
+LAYOUT = Layout(("head.weight",), ((2,),), head=("head.weight",))
 
 
 def numpy_scaffold(world, rounds, option, weighting, server_lr, sgd):
@@ -130,3 +134,18 @@ def test_a_client_without_rows_leaves_the_servers_control_alone():
     expected = state.control.numpy() + changes[1:].sum(0) / context.clients
     np.testing.assert_allclose(after.control.numpy(), expected, rtol=1e-10, atol=1e-13)
     assert np.abs(changes[0]).max() > 1e-3
+
+
+def test_variates_are_averaged_over_the_clients_that_hold_rows():
+    """Four of eight clients hold rows: c moves as it does in a federation of these four."""
+
+    def control(**known):
+        context = Context(LAYOUT, rounds=4, key=root(0), **known)
+        change = Change(torch.tensor([[1.0, 2.0], [3.0, -2.0]], dtype=torch.float64))
+        replies = replies_of(torch.zeros(2, 2, dtype=torch.float64), reports=(change,))
+        server = torch.zeros(2, dtype=torch.float64)
+        state = Scaffold().init(server, context)
+        return Scaffold().aggregate(state, server, replies, context)[1].control
+
+    assert control(clients=8, holders=4).tolist() == [1.0, 0.0] == control(clients=4).tolist()
+    assert control(clients=8).tolist() == [0.5, 0.0]

@@ -91,6 +91,17 @@ def test_bfloat16_halves_the_memory_and_keeps_three_digits_of_the_movement():
         mean(empty(3, models[0]))
 
 
+def test_bfloat16_stays_exact_however_far_the_trajectory_has_come():
+    steps = np.random.default_rng(3).normal(size=(400, 5)).cumsum(0) * 0.01
+    models = torch.from_numpy(steps + np.arange(400)[:, None]).float()  # 400 away from its start
+    window = empty(8, models[0], "bfloat16")
+    for t, model in enumerate(models):
+        window = push(window, model)
+        expected = models[max(0, t - 7) : t + 1].double().mean(0)
+        # Differences are at most 16 rounds long, and bfloat16 keeps 8 bits of them.
+        assert (mean(window).double() - expected).abs().max() < 16 * 2**-8
+
+
 @pytest.mark.parametrize(("width", "expected"), [(1, 5.0), (3, 4.0)])
 def test_a_window_forgets_what_a_huge_model_rounded_away(width, expected):
     window = empty(width, torch.zeros(1, dtype=torch.float64))

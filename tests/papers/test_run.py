@@ -407,7 +407,7 @@ def test_a_cell_that_another_process_runs_is_left_to_it(invoke, tmp_path, caplog
     with alone_in(taken):
         done = invoke(*command)
     assert done.exit_code == 0, done.exception
-    assert "skipped: another process is running" in caplog.text
+    assert "skipped: another process (id " in caplog.text
     assert not (tmp_path / "runs/papers/results.jsonl").exists()
     assert invoke(*command).exit_code == 0
     assert len(read(tmp_path / "runs/papers/results.jsonl")) == 1

@@ -12,10 +12,10 @@ from fedbasin.papers.tables import MARKS, Finding, paper_names, read_table, sele
 TABLES = [load_table(name) for name in table_names()]
 ASKED = {
     "ima": "table1 table2 table3 figure6 figure7",
-    "fedlaw": " ".join(f"table{n}" for n in range(1, 12)),
-    "wima": "table2 table3 table4 table5 figure3",
+    "fedlaw": " ".join(f"table{n}" for n in range(1, 12)) + " figure2 figure8 figure9",
+    "wima": "table2 table3 table4 table5 figure2 figure3",
     "fedcda": "table1 table2 figure2 figure3 figure4",
-    "fedwcm": "table1 table2 table3 figure8 figure9",
+    "fedwcm": "table1 table2 table3 figure2 figure8 figure9",
     "flamby": "tcga-brca heart-disease",
 }
 NO_ACCURACIES = ("fedlaw/table11", "fedwcm/table2")  # correlations and bytes

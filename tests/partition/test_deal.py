@@ -35,7 +35,6 @@ def test_dealt_again_every_row_of_a_class_goes_round_before_one_comes_back(clien
     for label in range(classes):
         used = times[labels == label]
         assert used.max() - used.min() <= 1
-    assert split.hold_out(0.5, rng).again
 
 
 def test_every_row_of_a_class_is_equally_likely():

@@ -285,3 +285,16 @@ def test_ten_runs_of_400_rounds_stay_below_three_megabytes_and_quick(tmp_path):
 )
 def test_amounts_of_data_have_three_digits(amount, said):
     assert say_bytes(amount) == said
+
+
+def test_private_runs_are_shown_against_epsilon(tmp_path):
+    def shown():
+        return render(read_runs(find_runs([tmp_path])), target=0.5, baseline="fedavg")
+
+    make_run(tmp_path / "plain", "fedavg", 0)
+    assert 'value="epsilon"' not in shown()
+    make_run(tmp_path / "private", "dp", 0, notes={"epsilon": 1.25, "clip": 0.5})
+    page = shown()
+    assert '<option value="epsilon">' in page
+    drawn = {each["label"]: each["runs"][0] for each in Reader(page).data["methods"]}
+    assert set(drawn["dp"]["epsilon"]) == {1.25} and "epsilon" not in drawn["fedavg"]

@@ -24,7 +24,8 @@ from fedbasin.methods import FedAvg, Scaffold
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.captured_step import CapturedStep, Progress, cloned, in_place
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.cohort import LADDER, CohortExecutor, Counters, Unsupported, rung
+from fedbasin.sim.cohort import LADDER, CohortExecutor, Counters, Unsupported, _Rows, rung
+from fedbasin.sim.lean import LeanStep
 from fedbasin.sim.memory import client_bytes, free_bytes
 from fedbasin.sim.survey import gradients
 from fedbasin.sim.tracing import Compiled
@@ -161,6 +162,7 @@ def test_clients_that_have_finished_stand_still_beside_those_that_have_not():
     """Seven of eight clients are active at a width of eight: the other must not drift."""
     settings = {"sizes": (33, 29, 25, 21, 17, 13, 9, 5), "optimiser": SGD(0.9, 0.1)}
     loop, cohort = executors("logistic", (1, 6, 6), **settings)
+    cohort = replace(cohort, compiled=True, backend="eager")
     everyone = tuple(range(8))
     ends = [trained(e, Plan(0.1, 1), cohort=everyone, rounds=1) for e in (loop, cohort)]
     assert cohort.counters.share_useful < 1
@@ -362,15 +364,15 @@ def test_bigger_networks_and_batches_take_more_memory():
 
 def test_out_of_memory_halves_the_chunk_says_so_and_gives_the_same_result(monkeypatch):
     loop, cohort = executors("mlp(widths=(4,))", (1, 2, 2))
-    run = CapturedStep.run
+    whole = LeanStep.advance
     most = 1
 
-    def narrow(self, progress, batches, count):
+    def narrow(self, progress, batches, steps):
         if len(progress.sums) > most:
             raise torch.OutOfMemoryError("no room")
-        return run(self, progress, batches, count)
+        return whole(self, progress, batches, steps)
 
-    monkeypatch.setattr(CapturedStep, "run", narrow)
+    monkeypatch.setattr(LeanStep, "advance", narrow)
     with pytest.warns(UserWarning, match=r"ran out of memory; going on with [21]\b"):
         found = trained(cohort, Plan(0.1, 2))
     torch.testing.assert_close(found.replies.models, trained(loop, Plan(0.1, 2)).replies.models)
@@ -399,8 +401,9 @@ def test_a_step_in_place_is_the_step(backend):
     _, cohort = executors("mlp(widths=(4,))", (1, 2, 2), optimiser=SGD(0.9, 0.01))
     vector, buffers = cohort.trainer.net.initial()
     sent = Sent(vector, buffers, (), 0)
-    steps = np.array([4, 1])
-    batches, _ = cohort._batch_plan(np.array([0, 1]), steps, sent, Plan(0.1, 1), KEY)
+    both = np.array([0, 1])
+    request = TrainRequest(both, sent, Plan(0.1, 1), ClientStates((), vector))
+    batches, _ = cohort._batch_plan(_Rows([request], both * 0, both, np.array([4, 1])))
     point = Point(vector.expand(2, -1), cohort._fresh(vector, 2), buffers[None], ())
     point = point._replace(buffers=buffers.expand(2, -1))
     progress = cloned(Progress(point, vector.new_zeros(2, 4), torch.zeros((), dtype=torch.int64)))

@@ -18,7 +18,8 @@ from fedbasin.core.rule import DrawsRows, LocalRule, Setting, check_rules
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.local.step import summed_gradient
 from fedbasin.methods.fedavg import FedAvg
-from fedbasin.sim.cohort import CohortExecutor
+from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.cohort import CohortExecutor, _Rows
 from fedbasin.sim.participation import draw_cohort
 from fedbasin.sim.population import Population
 from fedbasin.testing import toy_federation
@@ -192,9 +193,9 @@ def test_rows_are_drawn_in_proportion_to_their_chances():
     for round in range(200):
         sent = Sent(*federation.net.initial(), ((),), round)
         plan = federation.schedule(0)
-        batches, _ = executor._batch_plan(
-            federation.eligible[:1], np.array([8]), sent, plan, executor.key
-        )
+        request = TrainRequest(federation.eligible[:1], sent, plan, ClientStates((), sent.vector))
+        one = np.array([0])
+        batches, _ = executor._batch_plan(_Rows([request], one, request.cohort, one + 8))
         counts += torch.bincount(labels[batches.rows[batches.real]], minlength=3)
     present = torch.bincount(labels, minlength=3) > 0
     share = counts / counts.sum()

@@ -20,7 +20,7 @@ from fedbasin.models.pooling import Pooling
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.captured_step import CapturedStep, in_place, repeated
 from fedbasin.sim.clients import ClientStates
-from fedbasin.sim.cohort import CohortExecutor
+from fedbasin.sim.cohort import CohortExecutor, Counters
 
 KEY = root(7)
 SIZES = (20, 17, 24)  # as many steps for each, which is one graph to compile
@@ -72,7 +72,9 @@ def distance(ours, theirs):
 
 
 def cohort(compiled):
-    return lambda *args: CohortExecutor(*args, compiled=compiled, backend="aot_eager")
+    """The step of a GPU, which is not the lean one."""
+    settings = {"compiled": compiled, "backend": "aot_eager"}
+    return lambda *args: CohortExecutor(*args, counters=Counters(lean=False), **settings)
 
 
 @pytest.mark.parametrize(

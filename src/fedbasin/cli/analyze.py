@@ -88,8 +88,8 @@ def analyze(
     file_name = f"{name}-{_checked_tag(tag)}" if tag else name
     folder = out or runs[0] / "analysis"
     for run in runs:
-        if not trust and (run / "config.toml").exists():
-            check_imports(run / "config.toml")
+        if not trust:
+            check_imports(run)
     subjects = [open_subject(run, data_dir=data_dir, device=device) for run in runs]
     with Progress(
         TextColumn("{task.description}"),

@@ -23,10 +23,12 @@ from fedbasin.cli.analyze import analyze
 from fedbasin.cli.data import app as data_app
 from fedbasin.cli.export import export
 from fedbasin.cli.flower import app as flower_app
+from fedbasin.cli.networks import models
 from fedbasin.cli.paper import app as paper_app
 from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
 from fedbasin.cli.report import Reach, ReachOrTarget, report
+from fedbasin.core.files import explained
 from fedbasin.core.record import headline_of
 from fedbasin.sinks import SINKS
 
@@ -127,7 +129,8 @@ def main() -> None:
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("FEDBASIN_DEBUG"):
             raise
-        line = Text.assemble(("error:", "red"), f" {error}")
+        said = explained(error) if isinstance(error, OSError) else str(error)
+        line = Text.assemble(("error:", "red"), f" {said}")
         Console(stderr=True).print(line, soft_wrap=True)
         sys.exit(130 if type(error).__name__ == "Interrupted" else 1)
 
@@ -249,6 +252,14 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Randomness of the whole run.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     device: Device = None,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(help="With --method 'dp(...)': take the noise that costs so much in all."),
+    ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="The chance that epsilon does not hold; below 1 / clients. dp has 1e-5."),
+    ] = None,
     out: Out = None,
     data_dir: DataDir = None,
     log: LogTo = None,
@@ -263,6 +274,11 @@ def run(
         set_, method=method, seed=seed, rounds=rounds, sim__device=device, task=task, model=model
     )
     experiment = _settings(config, preset, named, _table(data, target, client, task))
+    if epsilon is not None or delta is not None:
+        from fedbasin.experiment.privacy import calibrated
+
+        experiment = calibrated(experiment, epsilon, delta)
+        console.print(Text(f"method = {experiment.method}"), soft_wrap=True)
     from fedbasin.experiment.runs import Cell, slug
 
     path = _folder(out) or _fresh(slug(experiment.resolved().method))
@@ -300,7 +316,7 @@ def resume(
         )
         raise RecordError(f"{folder} holds no run: there is no config.toml in it{hint}")
     if not trust:
-        check_imports(folder / "config.toml")
+        check_imports(folder)
     layout = [Cell(read_experiment(folder / "config.toml"), folder)]
     if (folder / "model.safetensors").exists():
         console.print(Text(f"{folder} is finished: nothing is left to do"), soft_wrap=True)
@@ -466,6 +482,7 @@ def methods(
         console.print(card_text(name), highlight=False, markup=False)
 
 
+app.command()(models)
 app.add_typer(data_app, name="data")
 app.add_typer(paper_app, name="paper")
 app.command()(analyze)

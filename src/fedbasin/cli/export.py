@@ -24,6 +24,9 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="A new folder; RUN/exported-FORMAT by default.")
     ] = None,
+    trust: Annotated[
+        bool, typer.Option(help="Import and run the modules that the run's settings name.")
+    ] = False,
 ) -> None:
     """Write the trained network so that other programs can use it without fedbasin.
 
@@ -32,6 +35,9 @@ def export(
     """
     import fedbasin.experiment  # noqa: F401  (fills the catalogue)
     from fedbasin.api.export import export as write
+    from fedbasin.experiment.checks import check_imports
 
+    if not trust:
+        check_imports(run)
     written = write(run, out or run / f"exported-{to}", to=to)
     Console().print(Text("\n".join(str(path) for path in written)), soft_wrap=True)

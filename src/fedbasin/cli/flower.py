@@ -171,6 +171,31 @@ def up(
     console.print(Text(f"{line}\nrecords: {run.path}"), soft_wrap=True)
 
 
+@app.command()
+def down(
+    folder: Annotated[
+        Path | None, typer.Argument(help="What --out was; without it, all that run are listed.")
+    ] = None,
+) -> None:
+    """End the processes that a killed fedbasin flower up has left behind.
+
+    Records stay; fedbasin flower up with the same --out resumes the run.
+    """
+    check_installed()
+    from fedbasin.deploy.federation import end, running
+
+    if folder is None:
+        for place, processes in sorted(running().items()):
+            ids = ", ".join(map(str, sorted(processes)))
+            console.print(Text(f"{place}: {ids}"), soft_wrap=True)
+        console.print(Text("End one with: fedbasin flower down FOLDER"), soft_wrap=True)
+        return
+    ended = end(folder)
+    ids = ", ".join(map(str, ended))
+    said = f"ended {ids}" if ended else f"no federation runs in {folder}"
+    console.print(Text(said), soft_wrap=True)
+
+
 @contextmanager
 def _told_to_end() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C, so that no process is left behind."""

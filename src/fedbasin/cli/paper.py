@@ -57,7 +57,11 @@ OwnResults = Annotated[
 def list_(
     name: Annotated[str | None, typer.Argument(help="One table, to see all about it.")] = None,
 ) -> None:
-    """List the tables, or the rows and columns of one with what they run."""
+    """List the tables and figures, or the rows and columns of one with what they run.
+
+    The tables that can be run come first. Below them are the tables and figures of the papers that
+    other commands make, or that are not made, with the reason.
+    """
     from fedbasin.papers import load_table, reason, table_names
     from fedbasin.papers.results import shipped
 
@@ -73,6 +77,48 @@ def list_(
         counts = (len(reasons), sum(not r for r in reasons), stored or "-")
         grid.add_row(Text(each), Text(table.title), *map(str, counts), Text(why))
     console.print(grid)
+    console.print(_others())
+
+
+def _others() -> Grid:
+    """Return the tables and figures that no file of the same name repeats."""
+    from fedbasin.papers.index import indexed_papers, load_index
+    from fedbasin.papers.tables import table_names
+
+    grid = Grid("other tables and figures", "what", "state", "how", "why")
+    for paper in indexed_papers():
+        for item in load_index(paper):
+            name = f"{paper}/{item.name.lower().replace(' ', '')}"
+            if item.is_shown and name not in table_names():
+                state = f"by {item.table}" if item.table else item.state
+                grid.add_row(*map(Text, (name, item.what, state, item.how, item.why)))
+    return grid
+
+
+@app.command()
+def index(
+    paper: Annotated[str | None, typer.Argument(help="ima, fedlaw, wima, fedcda, fedwcm.")] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="All papers, as docs/papers_index.md.")
+    ] = False,
+) -> None:
+    """Say where each numbered table, figure, equation and theorem of a paper is, and its state.
+
+    For instance: [bold]fedbasin paper index fedlaw[/bold]
+    """
+    from fedbasin.papers.index import indexed_papers, load_index, page, state_of
+    from fedbasin.papers.results import shipped
+
+    if markdown:
+        typer.echo(page(shipped()), nl=False)
+        return
+    for each in [paper] if paper else indexed_papers():
+        grid = Grid("", "what", "how", "code", "state", title=each)
+        for item in load_index(each):
+            state = state_of(item, shipped())
+            told = f"{state}: {item.why}" if item.why else state
+            grid.add_row(*map(Text, (item.name, item.what, item.how, item.code, told)))
+        console.print(grid)
 
 
 @app.command()

@@ -8,14 +8,37 @@ sent, is removed and never followed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedbasin.core.system import sync_folder
+
+_WHAT_TO_DO = {
+    errno.ENOSPC: "make room, or give another folder",
+    errno.EDQUOT: "make room, or give another folder",
+    errno.EROFS: "nothing can be written there: give another folder",
+    errno.EACCES: "this user may not: change the permissions, or give another path",
+    errno.EPERM: "this user may not: change the permissions, or give another path",
+    errno.EISDIR: "it is a folder: name a file",
+    errno.ENOTDIR: "a file lies where a folder must be: give another path",
+    errno.ENOENT: "check the path",
+    errno.EEXIST: "it is there already: give another path",
+}
+
 
 class FileError(OSError):
     """A file that cannot be written, with the reason and what to do."""
+
+
+def explained(error: OSError) -> str:
+    """Say which file the system refused, why, and what to do."""
+    if isinstance(error, FileError) or error.filename is None:
+        return str(error)
+    hint = _WHAT_TO_DO.get(error.errno or 0)
+    return f"{error.filename}: {error.strerror}" + (f"; {hint}" if hint else "")
 
 
 @contextmanager
@@ -46,15 +69,3 @@ def _make_new(path: Path) -> None:
         raise FileError(f"{path} is a folder; remove it")
     path.unlink(missing_ok=True)
     path.touch(exist_ok=False)
-
-
-def sync_folder(folder: Path) -> None:
-    """Hand a folder's list of names to the disk, where the system can."""
-    if os.name != "posix":  # Windows opens no folders
-        return
-    with contextlib.suppress(OSError):  # nor do some network file systems
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

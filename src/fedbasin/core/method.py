@@ -110,7 +110,8 @@ class Context:
 
     Args:
         layout: names of the parts of a vector.
-        clients: how many clients there are in all, N.
+        clients: how many clients there are in all, which bounds their ids.
+        holders: how many of them hold rows and can take part; 0 where it is not known.
         rounds: how many rounds the run has, R.
         key: the randomness of this round's server step.
         round: how many rounds are finished, t.
@@ -128,7 +129,8 @@ class Context:
         probe: this cohort's gradients, for methods that ask for them before training.
         permutations: which units may change places, for methods that match neurons.
         sampling: how cohorts are drawn; None where it is not known.
-        secret: entropy that clients do not know, for noise; 0 in a simulation.
+        real: whether the clients are real, so that nobody may draw the server's noise again.
+        answered: how many clients answered in this round, once it is known; 0 before.
     """
 
     layout: Layout
@@ -149,7 +151,14 @@ class Context:
     probe: Probe | None = None
     permutations: tuple[Group, ...] | None = None
     sampling: Sampling | None = None
-    secret: int = 0
+    real: bool = False
+    answered: int = 0
+    holders: int = 0
+
+    @property
+    def able(self) -> int:
+        """How many clients can take part, N of the methods' means over all clients."""
+        return self.holders or self.clients
 
     def at(self, round: int, lr: float, plan: Plan | None = None) -> Context:
         """Return the context of one round."""

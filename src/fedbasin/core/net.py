@@ -256,6 +256,22 @@ class Net:
         return self._scoring.splits
 
     @property
+    def module(self) -> nn.Module:
+        """The module as it trains."""
+        return self._training.module
+
+    @property
+    def plain(self) -> bool:
+        """Whether the module is run as its layers say: no hooks, no weight in two places."""
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self.module.modules())
+        return not self._tied and not hooked
+
+    @property
+    def draws(self) -> bool:
+        """Whether a pass in training may draw random numbers."""
+        return self._may_draw or bool(self._keys)
+
+    @property
     def has_statistics(self) -> bool:
         """Whether the network carries float buffers that training changes."""
         return self.buffer_layout.size > 0

@@ -7,8 +7,9 @@ names the file, the field, the value and what to write instead.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fedbasin.core.expressions import fit, is_fit, type_name
@@ -130,12 +131,17 @@ class Reader:
 
 def _hints(cls: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields, without those that no file can give."""
-    hints = get_type_hints(cls)
+    hints = _types(cls)
     return {
         field.name: hints[field.name]
         for field in fields(cls)
         if not field.metadata.get("in_memory")
     }
+
+
+@cache
+def _types(cls: Hashable) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _required(cls: Any) -> list[str]:

@@ -34,7 +34,7 @@ from statistics import fmean
 from types import NoneType
 from typing import Any, NamedTuple
 
-from fedbasin.core.files import replacing
+from fedbasin.core.files import FileError, replacing
 
 
 class RecordError(ValueError):
@@ -294,10 +294,16 @@ class RunFolder:
 
     def append(self, record: RoundRecord) -> None:
         """Add one line and hand it to the disk: a checkpoint never knows more rounds."""
-        with self.rounds.open("a", encoding="utf-8") as file:
-            file.write(record.line() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.rounds.open("a", encoding="utf-8") as file:
+                file.write(record.line() + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise FileError(
+                f"{self.rounds} cannot be written ({error.strerror or error}); make room, then "
+                f"resume the run of {self.path}"
+            ) from error
 
     def read_rounds(self) -> list[RoundRecord]:
         """Read all whole lines; a last line cut short by a crash is left out."""

@@ -62,6 +62,7 @@ class ProbeRequest(NamedTuple):
 
     cohort: np.ndarray  # client ids, rising
     sent: Sent
+    first: int = 0  # where the run's clients begin, for an executor of several runs
 
 
 class TrainRequest(NamedTuple):
@@ -72,6 +73,7 @@ class TrainRequest(NamedTuple):
     plan: Plan
     states: OwnStates
     key: Key | None = None  # the run's randomness; None takes the executor's
+    first: int = 0  # where the run's clients begin, for an executor of several runs
 
 
 Request: TypeAlias = ProbeRequest | TrainRequest
@@ -262,6 +264,7 @@ def one_round(setup: RoundSetup, server: Server, cohort: np.ndarray, states: Own
         seconds_train=time.perf_counter() - began,
         **returned.traffic._asdict(),
     )
+    context = replace(context, answered=returned.traffic.replies)
     server, record = _merge(setup, server, returned.gathered, context, record)
     return server, scored(record, server, setup.scoring)
 

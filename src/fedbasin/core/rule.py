@@ -116,7 +116,6 @@ class LocalRule:
     layer: ClassVar[Layer] = "correct"
     owns: ClassVar[frozenset[Literal["loss", "rows"]]] = frozenset()  # hooks only one rule may fill
     surveys: ClassVar[bool] = False  # whether `survey` is wanted before training
-    draws_secret: ClassVar[bool] = False  # whether the server must not know its random numbers
 
     def shared(self, context: Context) -> Any:
         """Return what the server sends to this rule where the method itself sends nothing."""

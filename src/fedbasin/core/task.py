@@ -131,7 +131,10 @@ class Classification(RowTask):
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy of every row."""
-        return F.cross_entropy(outputs, targets, reduction="none")
+        if outputs.dim() != 2:
+            return F.cross_entropy(outputs, targets, reduction="none")
+        # The same bits as torch's cross_entropy, which imports a compiler's parts under `vmap`.
+        return -outputs.log_softmax(1).gather(1, targets[:, None])[:, 0]
 
     def batch_loss(self, outputs: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the mean cross-entropy."""

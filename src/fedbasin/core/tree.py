@@ -113,6 +113,14 @@ def stack(trees: list[Any]) -> Any:
     return rebuild(trees[0], leaf_at)
 
 
+def concatenated(trees: list[Tree]) -> Tree:
+    """Join equal trees whose tensors have one row a client, one after another."""
+    if len(trees) == 1:
+        return trees[0]
+    columns = [iter(tensors(tree)) for tree in trees]
+    return mapped(lambda _: torch.cat([next(each) for each in columns]), trees[0])
+
+
 def row(tree: Any, index: int) -> Any:
     """Return one row of a stacked tree."""
     return mapped(lambda leaf: leaf[index], tree)

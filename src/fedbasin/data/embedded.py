@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,14 +42,26 @@ def digits() -> Dataset:
 
     The published values 0..16 are stretched to 0..255, so that they scale to [0, 1] like any image.
     """
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = _digits_of_scikit_learn()
     inputs = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     rows = Rows(inputs, labels.astype(np.int64))
     is_test = held_out(rows.labels, TEST_SHARE)
     train, test = rows.take(~is_test), rows.take(is_test)
     return Dataset("digits", "image", train, test, DIGITS, mean=(0.0,), std=(1.0,))
+
+
+def _digits_of_scikit_learn() -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return pixels and labels; read from its file, as the import takes seconds."""
+    found = find_spec("sklearn")
+    if found is not None and found.origin is not None:
+        file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+        if file.is_file():
+            table = np.loadtxt(file, delimiter=",")
+            return table[:, :-1], table[:, -1]
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    return pixels, labels
 
 
 def breast_cancer() -> Dataset:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from fedbasin.data.dataset import DataError
 from fedbasin.data.layout import SourceFile
 from fedbasin.data.sources import Part
+from fedbasin.data.unpacking import check_stated, read_bounded
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ def open_parquet(file: SourceFile) -> Iterator[Any]:
 
     try:
         with pq.ParquetFile(file.path) as reader:
+            check_stated(file.path, reader.metadata)
             yield reader
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
@@ -122,7 +124,7 @@ def read_groups(columns: list[tuple[SourceFile, str]]) -> tuple[NDArray[np.int64
 
 def _whole(file: SourceFile, reader: Any, name: str) -> Any:
     """Read one column of an open file and refuse empty cells."""
-    column = reader.read(columns=[name]).column(0)
+    column = read_bounded(file.path, reader, name)
     if column.null_count:
         row = column.is_null().to_pylist().index(True)
         raise DataError(f"{file.path} row {row}: {name!r} is empty; fetch or copy the file again")

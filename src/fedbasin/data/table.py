@@ -21,6 +21,7 @@ from pyarrow import csv, parquet
 
 from fedbasin.core.suggest import nearest
 from fedbasin.data.dataset import DataError
+from fedbasin.data.unpacking import check_stated, read_bounded
 
 ColumnKind = Literal["number", "whole", "flag", "text", "category", "date", "empty", "other"]
 KIND_NAMES: dict[ColumnKind, str] = {
@@ -33,9 +34,6 @@ KIND_NAMES: dict[ColumnKind, str] = {
     "empty": "nothing",
     "other": "lists, bytes or other values",
 }
-_CELL = 8  # bytes of a number in memory
-_UNPACKED = 256 << 20  # bytes that any file may unpack to
-_PACKED = 2000  # times its own size that a larger one may
 _LARGEST_CSV = 2**31 - 2  # bytes; the reader counts a block in 32 bits
 _ROW = "row {} (counted from 0)"
 
@@ -315,7 +313,7 @@ def _parquet(path: Path, label: str) -> Part:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             rows = file.metadata.num_rows
-            _check_unpacked(path, rows * file.metadata.num_columns * _CELL)
+            check_stated(path, file.metadata)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
     names = _without_index(schema)
@@ -323,19 +321,10 @@ def _parquet(path: Path, label: str) -> Part:
     return Part(label, chosen, rows, partial(_read_parquet, path))
 
 
-def _check_unpacked(path: Path, size: int) -> None:
-    """Refuse a small file that would fill the memory: no table of real rows packs so well."""
-    if size > max(_UNPACKED, _PACKED * path.stat().st_size):
-        raise DataError(
-            f"{path} has {path.stat().st_size:,} bytes and would unpack to {size:,}: no table of "
-            "real rows packs so well; write the rows that you need to another file"
-        )
-
-
 def _read_parquet(path: Path, name: str) -> pa.ChunkedArray:
     try:
         with parquet.ParquetFile(path) as file:
-            return file.read(columns=[name], use_threads=False).column(name)
+            return read_bounded(path, file, name)
     except (pa.ArrowException, OSError, KeyError) as error:
         raise _unreadable(path, error) from error
 

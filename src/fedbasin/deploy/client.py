@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,7 @@ from fedbasin.deploy.wire import (
 )
 from fedbasin.local import SGD, Optimiser, Trainer
 from fedbasin.local.optimisers import check_plain_steps
+from fedbasin.local.privacy import secret_noise, without_noise
 from fedbasin.local.train import Received, Shard, Transform, class_counts
 from fedbasin.models import number_sites
 from fedbasin.sim import Federation
@@ -282,7 +283,11 @@ def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
     if session is not None:
         key = _session_key(session, key, round, config)
     received = Received(vector, buffers, shared, before, round, key.tensor(net.device))
-    trained = trainer.train(setup.rows, received, plan)
+    # Noise that protects this client must not follow from the seed, which the server knows.
+    quiet = replace(trainer, rules=without_noise(trainer.rules))
+    trained = quiet.train(setup.rows, received, plan)
+    noise = secret_noise(vector, trainer.rules, shared)
+    trained = trained._replace(vector=trained.vector + noise)
     if session is not None:
         masked = secure.masked(session, *words_of(session, vector, buffers, trained), content)
         store.write(round, before, trained.own)

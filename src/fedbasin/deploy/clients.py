@@ -205,9 +205,16 @@ class Clients:
         return sum(self._examples().values())
 
     def mean_examples(self) -> float:
-        """Return the mean number of rows a client; 0 where clients do not say."""
+        """Return the mean number of rows a client that holds any; 0 where clients do not say."""
         unknown = self.anonymous or self.secure
-        return 0.0 if unknown else self.rows() / max(len(self._examples()), 1)
+        holding = sum(rows > 0 for rows in self._examples().values())
+        return 0.0 if unknown else self.rows() / max(holding, 1)
+
+    def holders(self) -> int:
+        """Return how many of all clients hold rows; 0 where some have not said yet, or do not."""
+        told = self._examples()
+        unknown = self.anonymous or self.secure or len(told) < self.total
+        return 0 if unknown else sum(rows > 0 for rows in told.values())
 
     def _examples(self) -> dict[int, int]:
         return {identity.client: identity.examples for identity in self._identities.values()}

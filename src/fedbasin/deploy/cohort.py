@@ -104,6 +104,7 @@ class Cohort:
         least: how many good replies the round waits for.
         timeout: seconds a reply is waited for.
         patience: further seconds in which too few replies may become enough.
+        votes: whether what most clients send decides about the others.
     """
 
     round: int
@@ -116,6 +117,7 @@ class Cohort:
     least: int
     timeout: float
     patience: float
+    votes: bool = True
     bytes_down: int = 0
     refused: int = 0
     _failed: set[int] = field(default_factory=set)  # clients that are not asked again
@@ -226,6 +228,8 @@ class Cohort:
 
     def _outvote(self, *, last: bool) -> None:
         """Reject reports unlike the majority's, at last also losses and reports far beyond."""
+        if not self.votes:
+            return
         why = "its report is shaped unlike the other clients'"
         for client in self.collector.outvoted(last=last):
             self.refuse(client, self.asked[client], why)

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fedbasin.core.system import ask_to_end, family_of, kill, processes_with
 from fedbasin.deploy.certificates import Certificates, make_certificates, make_node_key
 
 QUIET = {  # no telemetry, no update check, no installation
@@ -27,6 +27,9 @@ QUIET = {  # no telemetry, no update check, no installation
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _MARK = "FEDBASIN_FEDERATION"  # the variable that marks every process of a federation
+_HOME = "FLWR_HOME"  # the variable that says where Flower's configuration lies
+_GRACE = 5.0  # seconds that a process has to end by itself
+_KNOWN = 60.0  # seconds that a SuperLink takes a killed node with a key for connected
 _NAME = "local"  # of the SuperLink in Flower's configuration
 
 
@@ -57,6 +60,7 @@ class LocalFederation:
     data: Sequence[Path] = ()
     _mark: str = field(default_factory=lambda: secrets.token_hex(8))
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _started: set[str] = field(default_factory=set)
     _certificates: Certificates | None = None
     _port: int = 0
 
@@ -72,6 +76,7 @@ class LocalFederation:
         self.folder = self.folder.resolve()
 
     def __enter__(self) -> LocalFederation:
+        self._refuse_leftovers()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._port = _free_port()
@@ -120,6 +125,9 @@ class LocalFederation:
     def start_node(self, node: int, *, key: Path | None = None, secure: bool | None = None) -> None:
         """Start a SuperNode, or restart it as the same client.
 
+        A SuperLink turns a node with a key away (code 2004, exit code 305) while it takes the
+        killed one for connected, about a minute. So a restart tries again until it is let in.
+
         Args:
             node: the client's number.
             key: another key than the one made for it.
@@ -136,14 +144,32 @@ class LocalFederation:
         )
         if self.data:
             facts += f" data='{self.data[node].resolve()}'"
-        self._start(
-            f"node{node}",
-            "flower-supernode",
+        command = (
             *security,
             *("--superlink", f"127.0.0.1:{self._port}"),
             *("--port", str(_free_port())),
             *("--node-config", facts),
         )
+        name = f"node{node}"
+        again = name in self._started
+        self._started.add(name)
+        before = len(self.log(name))
+        self._start(name, "flower-supernode", *command)
+        if again and self._certificates is not None:
+            self._until_let_in(name, before, command)
+
+    def _until_let_in(self, name: str, before: int, command: tuple[str, ...]) -> None:
+        """Start a SuperNode again for as long as the SuperLink takes the killed one for it."""
+        deadline = time.monotonic() + _KNOWN + self.patience
+        while "SuperNode ID" not in self.log(name)[before:]:
+            if self._processes[name].poll() is not None:
+                said = self.log(name)[before:]
+                if "[code: 2004]" not in said or time.monotonic() > deadline:
+                    raise FederationError(f"{name} ended: {_last_lines(said)}")
+                time.sleep(_GRACE)
+                before = len(self.log(name))
+                self._start(name, "flower-supernode", *command)
+            time.sleep(0.2)
 
     def register(self, public: Path) -> None:
         """Let the SuperLink know a node's public key."""
@@ -154,9 +180,8 @@ class LocalFederation:
     def kill(self, name: str) -> None:
         """Kill ``"superlink"`` or ``"node0"`` with all its processes, as a power cut would."""
         process = self._processes.pop(name)
-        for pid in _family(process.pid, self._marked()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid in family_of(process.pid, self._marked()):
+            kill(pid)
         process.wait()
 
     def run(self, app: Path, settings: Mapping[str, Any]) -> subprocess.Popen[bytes]:
@@ -178,18 +203,27 @@ class LocalFederation:
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + _GRACE
         while self._marked() and time.monotonic() < deadline:
             for process in self._processes.values():
                 process.poll()
             time.sleep(0.1)
         for pid in self._marked():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            kill(pid)
         for process in self._processes.values():
             process.kill()
             process.wait()
         self._processes.clear()
+
+    def _refuse_leftovers(self) -> None:
+        """Refuse a folder where processes of an earlier federation still run."""
+        left = running().get(self.folder)
+        if left:
+            raise FederationError(
+                f"processes of a federation still run in {self.folder}: {_ids(left)}. Wait until "
+                "it is over; if its command was killed, end them with "
+                f"fedbasin flower down {self.folder}"
+            )
 
     def _configure(self) -> None:
         """Tell Flower's command line where the SuperLink is."""
@@ -208,7 +242,7 @@ class LocalFederation:
         (home / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def _environment(self) -> dict[str, str]:
-        own = {"FLWR_HOME": str(self.folder / "flower"), _MARK: self._mark}
+        own = {_HOME: str(self.folder / "flower"), _MARK: self._mark}
         folder = str(Path(sys.executable).parent)
         path = {"PATH": os.pathsep.join([folder, os.environ.get("PATH", "")])}
         return {"OMP_NUM_THREADS": "1", **os.environ, **QUIET, **path, **self.environment, **own}
@@ -251,26 +285,40 @@ class LocalFederation:
 
     def _marked(self) -> list[int]:
         """Return the processes of this federation that still run."""
-        wanted = f"{_MARK}={self._mark}".encode()
-        running = []
-        for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if wanted in (place / "environ").read_bytes().split(b"\0"):
-                    running.append(int(place.name))
-        return running
+        known = processes_with(_MARK)
+        return [pid for pid, variables in known.items() if variables[_MARK] == self._mark]
 
 
-def _family(parent: int, among: list[int]) -> list[int]:
-    """Return a process and all below it, of those given."""
-    parents = {}
-    for pid in among:
-        with contextlib.suppress(OSError, ValueError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            parents[pid] = int(fields[1])
-    family = [parent]
-    for pid in family:  # it grows while it is read
-        family += [child for child, above in parents.items() if above == pid]
-    return family
+def running() -> dict[Path, list[int]]:
+    """Return the federations that run on this machine: the processes of each, by its folder."""
+    found: dict[Path, list[int]] = {}
+    for pid, variables in processes_with(_MARK).items():
+        if _HOME in variables:
+            found.setdefault(Path(variables[_HOME]).parent, []).append(pid)
+    return found
+
+
+def end(folder: Path) -> list[int]:
+    """End all processes of the federation in a folder; return them.
+
+    They are asked to end first, and killed where they have not after some seconds.
+    """
+    folder = folder.resolve()
+    ended = sorted(running().get(folder, []))
+    for pid in ended:
+        ask_to_end(pid)
+    deadline = time.monotonic() + _GRACE
+    while (left := running().get(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left or []:
+        kill(pid)
+    while running().get(folder) and time.monotonic() < deadline + _GRACE:
+        time.sleep(0.1)
+    return ended
+
+
+def _ids(processes: list[int]) -> str:
+    return ", ".join(map(str, sorted(processes)))
 
 
 def _program(name: str) -> str:

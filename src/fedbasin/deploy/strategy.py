@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice, parse
-from fedbasin.core.method import Context, Method, Plan
+from fedbasin.core.method import Context, Method, Plan, Sampling
 from fedbasin.core.metric import Metric
 from fedbasin.core.needs import check_network, check_task
+from fedbasin.core.protocols import check_private, is_private
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.round import (
@@ -62,7 +64,7 @@ from fedbasin.deploy.secure.server import ServerProtocol
 from fedbasin.deploy.secure.update import size_of
 from fedbasin.deploy.settings import Handling, Records, ServerSide
 from fedbasin.deploy.wire import Codec
-from fedbasin.sim.participation import draw_cohort
+from fedbasin.sim.participation import draw_cohort, sampling_of
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 _STREAM_ABOVE = 256 << 20  # bytes of replies that are worth averaging as they arrive
@@ -154,6 +156,14 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         if secure is not None:
             check_secure(secure, self.method, self.server_side, self.handling, fraction_evaluate)
             check_cohorts(secure, self.participation)
+        self._private = is_private(self.method)
+        # Clients know the seed, and who takes part must be hidden where privacy counts on it.
+        self._cohorts = self.key.fold(secrets.randbits(64)) if self._private else self.key
+        if self._private and self.handling.guard is not None:
+            raise ValueError(
+                f"{self.method}: a guard lets one client's update decide what becomes of the "
+                "others', which no accounting allows; leave guard out (dp clips every update)"
+            )
         headline = self.server_side.headline()
         self.journal = Journal(records or Records(), str(self.method), seed, headline)
 
@@ -227,14 +237,15 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         asked_for = dict(self.participation.arguments).get("clients", 1)
         online = self._clients.wait(max(self.min_available_nodes, asked_for, 1))
         able = np.array(sorted(online))
-        drawn = draw_cohort(self.participation, able, self.key, server_round - 1)
+        drawn = draw_cohort(self.participation, able, self._cohorts, server_round - 1)
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
         self._round = one_round(self._setup, self._server, drawn, StatesOnClients())
         request = next(self._round)
         if isinstance(request, ProbeRequest):
             request = self._round.send(self._probed(request, online, arrays))
         assert isinstance(request, TrainRequest)  # a round asks for gradients once
-        least = min(self.min_train_nodes, len(request.cohort))
+        # Clients that are asked in place of others were not drawn: no accounting allows that.
+        least = 0 if self._private else min(self.min_train_nodes, len(request.cohort))
         common: dict[str, Any] = dict(
             round=server_round,
             clients=self._clients,
@@ -251,6 +262,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             least=least,
             timeout=self._timeout,
             patience=self.handling.patience,
+            votes=not self._private,
         )
         if self.secure is None:
             collector = Collector(
@@ -304,6 +316,11 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         if loss is not None and math.isfinite(loss):
             metrics = MetricRecord({"train_loss": loss})
         return self._arrays(self._server.send), metrics
+
+    def _sampling(self, clients: int) -> Sampling:
+        """Return how cohorts are drawn; who is online is no draw that privacy could count on."""
+        drawn = sampling_of(self.participation, np.arange(clients), self._cohorts)
+        return drawn if drawn.kind == "poisson" else drawn._replace(kind="other")
 
     def _bounds(self, plan: Plan) -> Bounds:
         """Return what replies to a round may say."""
@@ -400,6 +417,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         here = self.server_side
         self._codec = Codec.of(arrays, here.net)
         vector, buffers = (part.to(here.device) for part in self._codec.read(arrays))
+        check_private(self.method, buffers.numel() > 0 and here.statistics.policy != "keep")
         known = here.context or Context(
             self._codec.layout, 0, 0, self.key, batch=here.batch, proxy=here.proxy
         )
@@ -436,11 +454,14 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             known,
             layout=self._codec.layout,
             clients=self._clients.total,
+            holders=self._clients.holders(),
             rounds=rounds,
             key=self.key,
             examples=self._clients.mean_examples(),
             class_counts=counts,
             private_counts=private,
+            sampling=self._sampling(self._clients.total) if self._private else known.sampling,
+            real=True,
             archive=self.journal.open_archive(),
             net=here.net,
         )

@@ -101,7 +101,7 @@ def build(
         owners = as_tensor(np.repeat(np.arange(len(population)), population.sizes), device)
         trained_on = test.on(population.inputs, population.labels, owners)
     context = replace(
-        _context(experiment, net, population, len(rows.unseen), key),
+        _context(experiment, net, population, key),
         proxy=proxy,
         class_counts=_class_counts(method, population, rows.classes),
         archive=archive,
@@ -230,18 +230,17 @@ def _check_network(
         )
 
 
-def _context(
-    experiment: Experiment, net: Net, population: Population, unseen: int, key: Key
-) -> Context:
+def _context(experiment: Experiment, net: Net, population: Population, key: Key) -> Context:
     """Return the part of a method's context that every method needs."""
-    seen = len(population) - unseen
+    holders = int((population.sizes > 0).sum())
     return Context(
         layout=net.layout,
         clients=len(population),
+        holders=holders,
         rounds=experiment.rounds,
         key=key,
         batch=experiment.local.batch,
-        examples=float(population.sizes.sum() / seen),
+        examples=float(population.sizes.sum() / holders),
         effective_steps=optimiser_of(experiment.local).effective_steps,
         net=net,
     )

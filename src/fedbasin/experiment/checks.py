@@ -14,6 +14,7 @@ from fedbasin.core.method import Method
 from fedbasin.core.metric import GroupMetric, MetricError, metrics_of
 from fedbasin.core.needs import NeedError, check_task
 from fedbasin.core.net import Net
+from fedbasin.core.record import RunFolder
 from fedbasin.core.rule import Setting
 from fedbasin.core.task import Task
 from fedbasin.experiment.config import ConfigError, Experiment, LocalConfig, read_experiment
@@ -105,12 +106,15 @@ def _warn_of_wide_targets(experiment: Experiment, population: Population) -> Non
         )
 
 
-def check_imports(config: Path) -> None:
-    """Refuse a run's settings that name modules of others: these would be imported and run."""
-    why = "if you know where the run comes from, give --trust"
-    with no_imports(why):
-        experiment = read_experiment(config)
-        _check_models(parse(experiment.model, "model"))
+def check_imports(folder: Path) -> None:
+    """Refuse a run whose settings name modules of others: these would be imported and run."""
+    run = RunFolder(folder)
+    for path in (run.config, run.begun):
+        if not path.exists():
+            continue
+        with no_imports("if you know where the run comes from, give --trust"):
+            experiment = read_experiment(path)
+            _check_models(parse(experiment.model, "model"))
 
 
 def _check_models(choice: object) -> None:

@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-_CAN_BLOCK = hasattr(signal, "pthread_sigmask")  # Windows has none
+from fedbasin.core.system import unblock_interrupts
+
 _run_in_progress = threading.Event()
 _logger = logging.getLogger(__package__)  # shared by all modules of this package
 
@@ -28,21 +29,8 @@ def prepare_worker(folder: Path) -> None:
     torch.set_num_threads(1)
     _logger.addFilter(_OnceFilter(folder))
     threading.Thread(target=_watch_parent, daemon=True).start()
-    if _CAN_BLOCK:
-        if signal.SIGINT in signal.sigpending():
-            os._exit(130)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Delay Ctrl-C: a process started here would print a traceback from its imports."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if _CAN_BLOCK else None
-    try:
-        yield
-    finally:
-        if before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if unblock_interrupts():
+        os._exit(130)
 
 
 class _OnceFilter(logging.Filter):

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.rng import Key
@@ -19,6 +20,7 @@ from fedbasin.local.batches import count_steps
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.allocator import keep_freed_memory
 from fedbasin.sim.cohort import CohortExecutor, Unsupported
+from fedbasin.sim.lean import LeanStep
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort
 from fedbasin.sim.workers import WorkerExecutor
@@ -47,9 +49,12 @@ def pick_precision(name: str, device: torch.device) -> torch.dtype:
     return torch.float64 if name == "fp64" else torch.float32
 
 
-# A matrix of clients saves a CPU Python's time but no arithmetic: measured, it wins for dense
-# networks up to about this size and loses for convolutions (benchmarks/speed/executors.py).
-MATRIX_PAYS_BELOW = 200_000
+# A matrix of clients saves a CPU Python's time but no arithmetic: measured, it wins up to about so
+# many products of one client's step (benchmarks/speed/executors.py).
+MATRIX_PAYS_BELOW = 5_000_000
+DENSE_PAYS_BELOW = 20_000_000  # of dense layers alone, which are batched products
+# What a network of other layers costs is not counted; it pays up to about so many weights.
+WEIGHTS_PAY_BELOW = 200_000
 # Compiling such a step takes a CPU 10 to 30 seconds and saves about 2 milliseconds each time.
 COMPILING_PAYS_FROM = 20_000
 # It takes a GPU half a minute, and on a CIFAR CNN that is won back in about 300 rounds of ten
@@ -61,7 +66,7 @@ GPU_ROWS = 7_500_000
 def pick_executor(
     experiment: Experiment, trainer: Trainer, population: Population, key: Key
 ) -> Executor:
-    """Choose how cohorts are trained: a matrix on CUDA and for small dense models, else a loop.
+    """Choose how cohorts are trained: a matrix on CUDA and for small steps, else a loop.
 
     A network may say of itself that a matrix does not pay (`Net.stacks`).
 
@@ -73,9 +78,11 @@ def pick_executor(
         return _on_ray(experiment, trainer, population, key)
     if not on_cuda:
         keep_freed_memory()
-    if sim.executor == "loop" or (sim.executor == "auto" and not _matrix_pays(trainer, on_cuda)):
+    if sim.executor == "loop" or (sim.executor == "auto" and not _matrix_pays(trainer, population)):
         return _loop(experiment, trainer, population, key)
     compiled = trainer.net.compiles and compiling_pays(experiment, population, key, on_cuda)
+    if not on_cuda and LeanStep(trainer, population).dense:
+        compiled = False  # batched products are as fast without
     if sim.compile != "auto":
         compiled = sim.compile == "on"
     memory = int(sim.memory * 2**30)
@@ -87,14 +94,44 @@ def pick_executor(
         return _loop(experiment, trainer, population, key)
 
 
-def _matrix_pays(trainer: Trainer, on_cuda: bool) -> bool:
-    """Whether a cohort is faster as one matrix: on CUDA, or small and dense, frozen parts too."""
+def _matrix_pays(trainer: Trainer, population: Population) -> bool:
+    """Whether a cohort is faster as one matrix: on CUDA, or where a step is little work."""
     net = trainer.net
-    if not net.stacks:
+    if not net.stacks or net.has_statistics:
         return False
-    size = net.layout.size + net.frozen_size
-    small = size < MATRIX_PAYS_BELOW and all(len(shape) <= 2 for shape in net.layout.shapes)
-    return on_cuda or small
+    if net.device.type == "cuda":
+        return True
+    products = _products(trainer, population)
+    if products is None:
+        flat = all(len(shape) <= 2 for shape in net.layout.shapes)
+        return flat and net.layout.size + net.frozen_size < WEIGHTS_PAY_BELOW
+    dense = LeanStep(trainer, population).dense
+    return products < (DENSE_PAYS_BELOW if dense else MATRIX_PAYS_BELOW)
+
+
+@torch.no_grad()
+def _products(trainer: Trainer, population: Population) -> int | None:
+    """Count the products of a step's forward pass; None where layers are of other kinds."""
+    net = trainer.net
+    weighted = [
+        part
+        for part in net.module.modules()
+        if any(weight.dim() > 1 for weight in part.parameters(recurse=False))
+    ]
+    if not all(isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d) for part in weighted):
+        return None
+    counted = [0]
+
+    def count(part: nn.Module, given: object, outputs: Tensor) -> None:
+        counted[0] += outputs[0].numel() * part.weight[0].numel()  # type: ignore[index]
+
+    hooks = [part.register_forward_hook(count) for part in weighted]
+    try:
+        net(net.initial()[0], trainer.transform(population.inputs[:2], None), training=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counted[0] * trainer.batch
 
 
 def compiling_pays(experiment: Experiment, population: Population, key: Key, on_cuda: bool) -> bool:

@@ -9,7 +9,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbasin.experiment.child_process import interrupts_blocked, prepare_worker
+from fedbasin.core.system import interrupts_blocked
+from fedbasin.experiment.child_process import prepare_worker
 from fedbasin.experiment.sharing import from_main, main_script_hidden
 from fedbasin.sim.runner import Interrupted
 

@@ -46,12 +46,15 @@ def epoch_order(key: Tensor, epoch: int, rows: int, chances: Tensor | None = Non
     return draw(drawn, chances)
 
 
-def epoch_orders(key: Tensor, epochs: int, rows: int) -> Tensor:
+def epoch_orders(key: Tensor, epochs: int, rows: int, chances: Tensor | None = None) -> Tensor:
     """Return the orders [epochs, n] of several passes at once, as `epoch_order` gives each."""
     passes = torch.arange(epochs, device=key.device)
     keys = fold_in(fold_in(key, ORDER).expand(epochs, 2), passes)
     counter = torch.arange(rows, device=key.device).expand(epochs, rows)
-    return torch.argsort(bits(keys, counter), dim=1, stable=True)
+    drawn = bits(keys, counter)
+    if chances is None:
+        return torch.argsort(drawn, dim=1, stable=True)
+    return draw(drawn, chances.expand(epochs, rows))
 
 
 def draw(drawn: Tensor, chances: Tensor) -> Tensor:
@@ -74,12 +77,11 @@ def batches(
         chances: [n] how likely each row is, for clients that draw with replacement.
     """
     total = count_steps(plan, rows, batch)
-    epoch = 0
-    steps: list[Tensor] = []
-    while len(steps) < total:
-        steps.extend(epoch_order(key, epoch, rows, chances).split(batch))
-        epoch += 1
-    return steps[:total]
+    if not total:
+        return []
+    epochs = math.ceil(total / steps_per_epoch(rows, batch))
+    orders = epoch_orders(key, epochs, rows, chances)
+    return [index for order in orders for index in order.split(batch)][:total]
 
 
 def proxy_batches(key: Tensor, epoch: int, rows: int, batch: int) -> Iterator[Tensor | None]:

@@ -1,10 +1,18 @@
-"""Bounded and noisy uploads: what a client does so that the server learns little of it alone."""
+"""Bounded and noisy uploads: what a client does so that the server learns little of it alone.
+
+In a simulation noise is keyed like everything else, so that runs can be repeated. A real client
+must draw noise that nobody can draw again: it trains by `without_noise` and adds `secret_noise`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +45,43 @@ def noisy(vector: Tensor, key: Tensor, std: Tensor | float) -> Tensor:
     return vector + std * noise
 
 
+class AddsNoise(LocalRule, ABC):
+    """A rule that adds Gaussian noise to the upload, as the last thing that happens to it."""
+
+    @abstractmethod
+    def noise_std(self, shared: Any) -> float:
+        """Return the noise's standard deviation, from what the server sent to the rule."""
+
+    @abstractmethod
+    def silenced(self) -> LocalRule:
+        """Return the rule without its noise."""
+
+
+def without_noise(rules: Sequence[LocalRule]) -> tuple[LocalRule, ...]:
+    """Return rules that do the same without noise."""
+    return tuple(rule.silenced() if isinstance(rule, AddsNoise) else rule for rule in rules)
+
+
+def secret_noise(vector: Tensor, rules: Sequence[LocalRule], shared: Sequence[Any]) -> Tensor:
+    """Return what was left out of `without_noise`, from the operating system's randomness."""
+    total = torch.zeros_like(vector)
+    for rule, sent in zip(rules, shared, strict=True):
+        if isinstance(rule, AddsNoise) and (std := rule.noise_std(sent)):
+            total = total + std * secret_normal(vector.numel()).to(vector)
+    return total
+
+
+def secret_normal(count: int) -> Tensor:
+    """Draw numbers from N(0, 1) that nobody can draw again, float64 [count]."""
+    pairs = (count + 1) // 2
+    words = np.frombuffer(os.urandom(16 * pairs), dtype=np.uint64)
+    units = ((words >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53  # in (0, 1)
+    radius = np.sqrt(-2 * np.log(units[:pairs]))  # Box-Muller
+    angle = 2 * np.pi * units[pairs:]
+    drawn = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+    return torch.from_numpy(drawn[:count])
+
+
 @entry("rule", name="clip_update")
 @dataclass(frozen=True)
 class ClipUpdate(LocalRule):
@@ -59,19 +104,19 @@ class ClipUpdate(LocalRule):
 
 @entry("rule", name="local_dp", paper="Truex et al., EdgeSys 2020")
 @dataclass(frozen=True)
-class LocalDP(LocalRule):
+class LocalDP(AddsNoise):
     """Clip the update and add noise on the client itself, so that nobody else sees it plain.
 
     Each client adds N(0, (noise clip)^2) to every parameter. A client that took part t times has
     the epsilon of a Gaussian mechanism composed t times: no cohort hides it. The noise of the mean
-    is sqrt(M) times that of `dp` at the same noise.
+    is sqrt(M) times that of `dp` at the same noise. What a method's own rules report beside the
+    model (SCAFFOLD's variates) stays plain: with such a method nothing is private.
 
     Args:
         clip: the largest length of an update, S.
         noise: standard deviation of the noise over S, z.
     """
 
-    draws_secret: ClassVar[bool] = True
     clip: float = 1.0
     noise: float = 1.0
 
@@ -92,7 +137,15 @@ class LocalDP(LocalRule):
     def upload(self, carry: NoiseCarry, start: Start, finish: Finish) -> Tensor:
         """Shorten the update and add noise."""
         short = clipped(finish.vector, start.vector, self.clip)
-        return noisy(short, carry.key, self.noise * self.clip)
+        return noisy(short, carry.key, self.noise * self.clip) if self.noise else short
+
+    def noise_std(self, shared: Any) -> float:
+        """Return z S."""
+        return self.noise * self.clip
+
+    def silenced(self) -> LocalRule:
+        """Clip alone."""
+        return replace(self, noise=0.0)
 
 
 class ClipAndNoise(NamedTuple):
@@ -103,7 +156,7 @@ class ClipAndNoise(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PrivateUpload(LocalRule):
+class PrivateUpload(AddsNoise):
     """The client half of `dp`: clip to the server's bound, and add a share of the noise if asked.
 
     Args:
@@ -111,11 +164,6 @@ class PrivateUpload(LocalRule):
     """
 
     adds_noise: bool = False
-
-    @property
-    def draws_secret(self) -> bool:  # type: ignore[override]
-        """Whether the server must not know what is drawn."""
-        return self.adds_noise
 
     def begin(self, start: Start, net: Net) -> NoiseCarry:
         """Wait for the first step's randomness."""
@@ -130,3 +178,11 @@ class PrivateUpload(LocalRule):
         sent: ClipAndNoise = start.shared
         short = clipped(finish.vector, start.vector, sent.bound)
         return noisy(short, carry.key, sent.std) if self.adds_noise else short
+
+    def noise_std(self, shared: ClipAndNoise) -> float:
+        """Return the client's share, as the server says."""
+        return float(shared.std) if self.adds_noise else 0.0
+
+    def silenced(self) -> LocalRule:
+        """Clip alone."""
+        return PrivateUpload()

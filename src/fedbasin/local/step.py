@@ -84,11 +84,30 @@ def nesting(rules: tuple[LocalRule, ...]) -> list[int]:
     return sorted(range(len(rules)), key=lambda i: get_args(Layer).index(rules[i].layer))
 
 
+def local_loss(
+    point: Point,
+    batch: Batch,
+    key: Tensor | None,
+    *,
+    net: Net,
+    rules: tuple[LocalRule, ...],
+    task: Task,
+) -> tuple[Tensor, Aux]:
+    """Return what one client's gradient is taken of at a point, and what is kept beside it."""
+    outputs = net(point.vector, batch.inputs, point.buffers, key=key, training=True)
+    value = task_loss(outputs.logits, batch, task)
+    carries = list(point.carries)
+    for i in sorted(range(len(rules)), key=lambda i: "loss" not in rules[i].owns):
+        view = LossInputs(net, point.vector, outputs, batch, key, task)  # type: ignore[arg-type]
+        value, carries[i] = rules[i].loss(carries[i], value, view)
+    return value, (value.detach(), outputs.buffers, tuple(carries))
+
+
 def step(
     point: Point,
     batch: Batch,
     lr: Tensor | float,
-    key: Tensor,
+    key: Tensor | None,
     *,
     net: Net,
     rules: tuple[LocalRule, ...],
@@ -103,7 +122,8 @@ def step(
         point: where the client stands.
         batch: the samples of this step.
         lr: learning rate, eta.
-        key: int64 [2], the randomness of dropout and of the rules in this step.
+        key: int64 [2], the randomness of dropout and of the rules in this step; None where nothing
+            is drawn.
         net: the network.
         rules: what the client does beyond the optimiser's step.
         optimiser: what turns the direction into the next model.
@@ -112,17 +132,11 @@ def step(
         differentiate: how the gradient is taken.
     """
     carries = list(point.carries)
-    first_to_last = sorted(range(len(rules)), key=lambda i: "loss" not in rules[i].owns)
     seen: list[tuple[Tensor, Tensor]] = []  # loss and statistics of the unperturbed evaluation
 
     def loss(vector: Tensor) -> tuple[Tensor, Aux]:
-        outputs = net(vector, batch.inputs, point.buffers, key=key, training=True)
-        value = task_loss(outputs.logits, batch, task)
-        updated = list(carries)
-        for i in first_to_last:
-            view = LossInputs(net, vector, outputs, batch, key, task)
-            value, updated[i] = rules[i].loss(carries[i], value, view)
-        return value, (value.detach(), outputs.buffers, tuple(updated))
+        here = point._replace(vector=vector, carries=tuple(carries))
+        return local_loss(here, batch, key, net=net, rules=rules, task=task)
 
     def evaluate(vector: Tensor) -> Tensor:
         gradient, (value, buffers, updated) = differentiate(loss, vector)

@@ -99,6 +99,17 @@ class Trainer:
         """Whether steps may write over a client's vector: nobody else looks at it."""
         return not self.rules and self.clip is None and self.optimiser.writes_in_place
 
+    @property
+    def augments(self) -> bool:
+        """Whether the transform may draw from a key; one that does not say so may."""
+        inner = getattr(self.transform, "func", self.transform)
+        return bool(getattr(inner, "augment", True))
+
+    @property
+    def draws(self) -> bool:
+        """Whether a step needs random numbers: for dropout, or for rules."""
+        return bool(self.rules) or self.net.draws
+
     def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
         """Return what a client keeps before its first round.
 

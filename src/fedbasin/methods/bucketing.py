@@ -35,6 +35,7 @@ from fedbasin.methods.fedavg import FedAvg
     paper="Karimireddy et al., ICLR 2022",
     url="https://arxiv.org/abs/2006.09365",
     is_fedavg_when={"size": 1},
+    tunable="nothing: the size of buckets says how many hostile clients are borne",
 )
 @dataclass(frozen=True)
 class Bucketing(MergesStatistics, Wrapper):

@@ -39,6 +39,7 @@ from fedbasin.methods.parts.robust import (
     paper="El Mhamdi et al., ICML 2018",
     url="https://arxiv.org/abs/1802.07927",
     is_fedavg_when="never: all clients count alike; hostile = 0 is fedavg(weighting='uniform')",
+    tunable="nothing: the share of hostile clients is an assumption, not a setting",
 )
 @dataclass(frozen=True)
 class Bulyan(Robust):

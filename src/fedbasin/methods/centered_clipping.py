@@ -28,6 +28,7 @@ from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.protocols import MergesStatistics
 from fedbasin.core.rule import Rules
+from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
 from fedbasin.methods.parts.robust import by_columns, median, present_rows
 
@@ -51,6 +52,7 @@ class CenteredClippingNotes(NamedTuple):
     paper="Karimireddy et al., ICML 2021",
     url="https://arxiv.org/abs/2012.10333",
     is_fedavg_when={"tau": float("inf"), "iterations": 1},
+    tunable={"tau": Range(0.01, 10.0, "log"), "iterations": Range(1, 5, whole=True)},
 )
 @dataclass(frozen=True)
 class CenteredClipping(MergesStatistics, Method):

@@ -16,13 +16,20 @@ Epsilon after each round is in the record, for clients joining or leaving, at `d
 Cohorts of fixed size are accounted for replacing a client, which costs much more; of other draws
 nothing is gained. An empty cohort still gets its noise.
 
+With `noise_by="clients"` each client adds N(0, z^2 S^2 / M) itself, and w' is the mean over the m
+clients that answer. Under secure aggregation nobody sees less noise than that of the sum. Who
+answers is known to the server, so no draw hides anyone, and the m shares of noise are counted as
+they came: epsilon is that of one Gaussian with z / sqrt(sum over rounds of M / m).
+
 The inner method must make its model of the uniform mean of the updates alone (it says `streams()`
 "uniform"); methods that look at single replies, at reports or at sample counts are refused, and so
 are wrappers around `dp` that look at replies.
 Noise is keyed by seed and round, so a resumed run repeats it and releases nothing new. On Flower,
-where clients know the seed, the server adds entropy that is new in every start.
+where clients know the seed, noise comes from the operating system's generator, new in every start:
+a round that was stopped after its noisy sum went out and is repeated costs once more.
 
-Departures from the paper: none known. Not protected: losses, norms and metrics in the record.
+Departures from the paper: none known. Not protected: losses, norms and metrics in the record. Not
+counted: that noise has 24 bits, and is rounded with the model (Mironov, CCS 2012).
 What to watch: delta must be below 1/N. In runs of 100 clients no epsilon means much.
 Cost: one model down, one up. Server: C x P numbers, one number of memory.
 """
@@ -42,7 +49,9 @@ from fedbasin.core.method import Context, Method, Replies, Sampling, Served, Wra
 from fedbasin.core.protocols import Private
 from fedbasin.core.rng import normal
 from fedbasin.core.rule import LocalRule, Setting
-from fedbasin.local.privacy import ClipAndNoise, PrivateUpload
+from fedbasin.core.space import Range
+from fedbasin.core.vectors import Weighting
+from fedbasin.local.privacy import ClipAndNoise, PrivateUpload, secret_normal
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.accounting import epsilon, installed
 
@@ -56,6 +65,7 @@ class DPState:
 
     clip: Tensor  # 0-d float64, S
     released: int  # noisy sums so far
+    shares: float  # sum over them of M / m, where clients add the noise
 
 
 class DPNotes(NamedTuple):
@@ -77,6 +87,7 @@ class EpsilonNotes(NamedTuple):
     paper="McMahan et al., ICLR 2018; Andrew et al., NeurIPS 2021",
     url="https://arxiv.org/abs/1710.06963",
     is_fedavg_when={"clip": float("inf"), "noise": 0.0},
+    tunable={"clip": Range(0.1, 10.0, "log")},
 )
 @dataclass(frozen=True)
 class DP(Private, Wrapper):
@@ -89,7 +100,7 @@ class DP(Private, Wrapper):
         adaptive: whether S follows a quantile of the lengths.
         quantile: the share of updates that shall be no longer than S.
         noise_by: whether the ``"server"`` adds the noise, or each of the ``"clients"`` 1 / sqrt(M)
-            of it, under a sum that shows no single update.
+            of it, under secure aggregation (`Secure`), which shows no single update.
         delta: the chance that the guarantee fails, for epsilon in the record.
     """
 
@@ -110,6 +121,11 @@ class DP(Private, Wrapper):
             raise ValueError(f"quantile must be in (0, 1), got {self.quantile}")
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must be in (0, 1), got {self.delta}")
+        if self.adaptive and self.noise_by == "clients":
+            raise ValueError(
+                "adaptive=True needs the lengths of single updates, which noise_by='clients' "
+                "hides: give a fixed clip, or noise_by='server'"
+            )
         if math.isinf(self.clip) and (self.noise or self.adaptive):
             raise ValueError("an infinite clip bounds nothing: give a finite one, or noise=0")
         _refuse_what_is_no_mean(self.inner)
@@ -117,7 +133,7 @@ class DP(Private, Wrapper):
     def begin(self, server: Tensor, context: Context) -> DPState:
         """Start with the given clip."""
         clip = torch.tensor(self.clip, dtype=torch.float64, device=server.device)
-        return DPState(clip, 0)
+        return DPState(clip, 0, 0.0)
 
     def rules(self) -> tuple[LocalRule, ...]:
         """Clients clip what they send, after all that the inner method's rules do."""
@@ -129,7 +145,7 @@ class DP(Private, Wrapper):
         std = clip * 0
         if self.noise_by == "clients" and self.noise:
             cohort = _sampling(context).expected
-            std = self._update_noise(cohort) * clip / math.sqrt(cohort)
+            std = self.noise * clip / math.sqrt(cohort)
         sent = ClipAndNoise(clip.to(server.dtype), std.to(server.dtype))
         return (*self.inner.broadcast(state.inner, server, context), sent)
 
@@ -141,30 +157,51 @@ class DP(Private, Wrapper):
         sampling = _sampling(context)
         cohort = sampling.expected
         updates = replies.models[replies.weights > 0] - server
+        if self.noise_by == "clients":
+            return self._of_clients(state, server, updates, cohort, context)
         lengths = updates.norm(dim=1).double()
-        if self.noise_by == "clients":  # their noise must stay; they have clipped
-            total = updates.sum(0)
-        else:
-            far = lengths > own.clip
-            scale = torch.where(far, own.clip / lengths, torch.ones_like(lengths))
-            total = scale.to(updates.dtype) @ updates
+        far = lengths > own.clip
+        scale = torch.where(far, own.clip / lengths, torch.ones_like(lengths))
+        total = scale.to(updates.dtype) @ updates
         std = 0.0
         if self.noise:
             std = self._update_noise(cohort) * float(own.clip)
-            if self.noise_by == "server":
-                total = total + std * _draw(context, "updates", server)
-        mean = server + total / cohort
-        served, inner = self.inner.aggregate(state.inner, server, _one_reply(mean), context)
+            total = total + std * _draw(context, "updates", server)
+        served, inner = self._inside(state.inner, server, server + total / cohort, context)
         served = served.noted(DPNotes(own.clip, std / cohort))
-        after = DPState(self._next_clip(own, lengths, cohort, context), own.released + 1)
+        after = DPState(self._next_clip(own, lengths, cohort, context), own.released + 1, 0.0)
         if self.noise and installed():
             spent = epsilon(self.noise, after.released, self.delta, sampling)
             served = served.noted(EpsilonNotes(spent))
         return served, Wrapped(after, inner)
 
-    def streams(self) -> None:
-        """Clip single replies."""
-        return None
+    def _of_clients(
+        self, state: Wrapped, server: Tensor, updates: Tensor, cohort: float, context: Context
+    ) -> tuple[Served, Wrapped]:
+        """Average updates that clients have clipped and made noisy; a sum of them is one row."""
+        own: DPState = state.own
+        if not len(updates):  # nothing was released
+            served, inner = self._inside(state.inner, server, server, context)
+            return served, Wrapped(own, inner)
+        answered = context.answered or cohort
+        served, inner = self._inside(state.inner, server, server + updates.mean(0), context)
+        std = self.noise * float(own.clip) / math.sqrt(cohort * answered) if self.noise else 0.0
+        served = served.noted(DPNotes(own.clip, std))
+        after = DPState(own.clip, own.released + 1, own.shares + cohort / answered)
+        if self.noise and installed():
+            seen = Sampling("other", cohort, _sampling(context).clients)
+            once = round(self.noise / math.sqrt(after.shares), 12)
+            served = served.noted(EpsilonNotes(epsilon(once, 1, self.delta, seen)))
+        return served, Wrapped(after, inner)
+
+    def _inside(
+        self, state: Any, server: Tensor, mean: Tensor, context: Context
+    ) -> tuple[Served, Any]:
+        return self.inner.aggregate(state, server, _one_reply(mean), context)
+
+    def streams(self) -> Weighting | None:
+        """Clip single replies, unless clients do that."""
+        return "uniform" if self.noise_by == "clients" else None
 
     def cautions(self, setting: Setting) -> Iterator[str]:
         """Say where epsilon means little or is not known."""
@@ -230,7 +267,9 @@ def _sampling(context: Context) -> Sampling:
 
 def _draw(context: Context, what: str, like: Tensor) -> Tensor:
     """Draw standard normal noise, once for each round and purpose."""
-    key = context.key.fold("dp", what, context.secret).tensor(like.device)
+    if context.real:
+        return secret_normal(like.numel()).to(like)
+    key = context.key.fold("dp", what).tensor(like.device)
     counter = torch.arange(like.numel(), device=like.device)
     return normal(key, counter).to(like.dtype)
 

@@ -11,7 +11,10 @@ over the M clients seen so far; F_n is the mean training loss of the client's la
 The cohort is shuffled into B near-equal batches; batch after batch, the best of all
 combinations of its clients' models is picked, beside the picks of clients that did not take
 part and of earlier batches, and without the batches to come (eq. 8, "greedy"). One batch of
-the whole cohort is eq. 7 ("exact"). The first T_w rounds are FedAvg and fill the memory.
+the whole cohort is eq. 7 ("exact"). "global" picks for all M clients anew in every round, those
+of the cohort or not (eq. 5, which is eq. 3 with gradients taken as zero, and eq. 4 then the mean
+wbar); its K^M combinations are few enough for about 15 clients. The first T_w rounds are FedAvg
+and fill the memory.
 With weights omega_n each 1/M above is omega_n / sum omega ("samples": omega_n = n_n).
 
 Departures from the paper: clients that were never seen have no model and are left out of all
@@ -48,7 +51,7 @@ from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.memory import Memory, empty
 from fedbasin.methods.parts.selection import Candidates, check_combinations, choose, gram
 
-Strategy = Literal["greedy", "exact", "newest", "random"]
+Strategy = Literal["greedy", "exact", "global", "newest", "random"]
 Store = Literal["memory", "device", "disk"]
 
 
@@ -59,7 +62,8 @@ class FedCDANotes(NamedTuple):
     divergence: float  # V of the picked models
     loss: float  # mean F_n of the picked models
     age: float  # rounds since the picked models were trained, mean over all clients seen
-    older: float  # share of the cohort for which another model than the newest was picked
+    older: float  # share of those picked for whose pick is not their newest model
+    picked_age: Tensor  # [C] rounds since each client's picked model was trained
 
 
 @entry(
@@ -78,7 +82,8 @@ class FedCDA(Method):
         batches: B, into how many batches a cohort is cut for ``"greedy"``; at most its size.
         warmup: T_w, a number of rounds (50) or, below 1, a share of them (0.25).
         smoothness: L, the weight of the divergence against the loss.
-        strategy: how the cohort's models are picked; ``"newest"`` and ``"random"`` are baselines.
+        strategy: how models are picked, of the cohort or, by ``"global"``, of all clients;
+            ``"newest"`` and ``"random"`` are baselines.
         loss_term: whether F_n counts; if not, only the divergence does.
         weighting: omega_n by ``"uniform"`` (the paper) or ``"samples"``.
         polish: after ``"greedy"``, change one client at a time for as long as J falls.
@@ -121,6 +126,8 @@ class FedCDA(Method):
 
     def init(self, server: Tensor, context: Context) -> Memory:
         """Start with an empty memory, beside it the state of `merge`."""
+        if self.strategy == "global":
+            check_combinations([self.memory] * context.able)
         self._files(context)  # says what is missing before the run
         where = {"memory": "cpu", "device": str(server.device), "disk": None}[self.store]
         memory = empty(context.clients, self.memory, server, where=where)
@@ -148,10 +155,13 @@ class FedCDA(Method):
         now = context.round
         clients = cohort.clients.tolist()
         weights = cohort.weights if self.weighting == "samples" else torch.ones(len(clients))
-        fixed = state.let_go(clients, files).remember(cohort, weights, now, files)
-        picks = [now] * len(clients)
-        newest = after = fixed.pick(clients, picks, files)
         warm = now < self.begins(context)
+        if self.strategy == "global" and not warm:
+            clients = sorted({*clients, *torch.nonzero(state.picked >= 0)[:, 0].tolist()})
+        fixed = state.let_go(clients, files).remember(cohort, weights, now, files)
+        latest = [fixed.history(n)[0] for n in clients]
+        picks = latest
+        newest = after = fixed.pick(clients, picks, files)
         if not warm and self.strategy != "newest":
             picks = self._pick(fixed, server, clients, context)
             after = fixed.pick(clients, picks, files)
@@ -165,7 +175,8 @@ class FedCDA(Method):
             divergence=after.divergence(),
             loss=after.mean(after.losses),
             age=float((now - after.picked[after.picked >= 0]).double().mean()),
-            older=sum(round != now for round in picks) / len(clients),
+            older=sum(a != b for a, b in zip(picks, latest, strict=True)) / len(clients),
+            picked_age=now - after.picked[cohort.clients].cpu(),
         )
         if warm or self.merge is None:
             return Served(model, model, notes), after
@@ -197,7 +208,7 @@ class FedCDA(Method):
 
     def _cuts(self, cohort: int) -> int:
         """Return into how many batches a cohort is cut."""
-        return 1 if self.strategy == "exact" else min(self.batches, cohort)
+        return 1 if self.strategy in ("exact", "global") else min(self.batches, cohort)
 
     def _checked(self, replies: Replies) -> Replies:
         """Return the replies that count, in the order of client ids."""

@@ -103,7 +103,7 @@ class FedDyn(Averaging):
     ) -> tuple[Served, FedDynState]:
         """Average, then shift by the mean drift of all clients."""
         mean = self.mean(replies)
-        drift = mean_drift(state.drift, server, replies, context.clients)
+        drift = mean_drift(state.drift, server, replies, context.able)
         length = drift.norm()
         most = self.guard * mean.norm()
         over = length > most

@@ -151,7 +151,7 @@ class FedSMOO(Averaging):
     ) -> tuple[Served, FedSMOOState]:
         """Average, shift by the mean drift of all clients, and renew s."""
         share = shares(replies.weights, self.weighting)
-        drift = mean_drift(state.drift, server, replies, context.clients)
+        drift = mean_drift(state.drift, server, replies, context.able)
         model = self.mean(replies) + drift
         shift = of_length(self.rho, weighted_mean(replies.report(Shift).vector, share))
         return Served(model, model), FedSMOOState(drift, shift)

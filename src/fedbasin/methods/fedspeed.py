@@ -91,6 +91,6 @@ class FedSpeed(Averaging):
         model = self.mean(replies)
         if state.drift is None:
             return Served(model, model), state
-        drift = mean_drift(state.drift, server, replies, context.clients)
+        drift = mean_drift(state.drift, server, replies, context.able)
         model = model + drift
         return Served(model, model), FedSpeedState(drift)

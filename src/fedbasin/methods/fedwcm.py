@@ -156,6 +156,8 @@ class FedWCMNotes(NamedTuple):
     imbalance: Tensor  # I
     effective_clients: Tensor  # 1 / sum w_k^2
     momentum_norm: Tensor  # |Delta|, of the next broadcast
+    client_scores: Tensor  # [C] s_k of the cohort
+    shares: Tensor  # [C] w_k, what each client's model counts
 
 
 @entry(
@@ -251,7 +253,14 @@ class FedWCM(ScoresCounts, Method):
         cohort = Cohort(found, scores, replies.clients, share, shares(replies.weights, "uniform"))
         alpha = MOMENTA[self.momentum](self, cohort)
         alpha = alpha.clamp(self.alpha, max(self.alpha, self.alpha_max))
-        notes = FedWCMNotes(state.alpha, found.imbalance, 1 / share.square().sum(), delta.norm())
+        notes = FedWCMNotes(
+            alpha=state.alpha,
+            imbalance=found.imbalance,
+            effective_clients=1 / share.square().sum(),
+            momentum_norm=delta.norm(),
+            client_scores=scores[replies.clients],
+            shares=share,
+        )
         return Served(send=model, score=model, notes=notes), FedWCMState(delta, alpha)
 
     def score_counts(self, counts: Tensor, total: Tensor) -> float:

@@ -37,6 +37,7 @@ from fedbasin.methods.parts.robust import (
     paper="Blanchard et al., NeurIPS 2017",
     url="https://arxiv.org/abs/1703.02757",
     is_fedavg_when="never: all clients count alike; hostile = 0 is fedavg(weighting='uniform')",
+    tunable="nothing: the share of hostile clients is an assumption, not a setting",
 )
 @dataclass(frozen=True)
 class Krum(Robust):

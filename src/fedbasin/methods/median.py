@@ -27,6 +27,7 @@ from fedbasin.methods.parts.robust import Robust, by_columns, median
     paper="Yin et al., ICML 2018",
     url="https://arxiv.org/abs/1803.01498",
     is_fedavg_when="never: a median is not a mean",
+    tunable="nothing: it has no number to choose",
 )
 @dataclass(frozen=True)
 class Median(Robust):

@@ -29,6 +29,7 @@ from torch import Tensor
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Probe, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.protocols import MergesStatistics, merge_statistics
+from fedbasin.core.space import Range
 from fedbasin.core.tree import mapped
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.robust import median
@@ -47,6 +48,7 @@ class NormBoundNotes(NamedTuple):
     paper="Sun et al., 2019",
     url="https://arxiv.org/abs/1911.07963",
     is_fedavg_when={"times": float("inf"), "claims": float("inf")},
+    tunable={"times": Range(1.0, 4.0, "log")},
 )
 @dataclass(frozen=True)
 class NormBound(MergesStatistics, Wrapper):

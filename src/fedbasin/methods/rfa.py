@@ -33,6 +33,7 @@ _STOP = 1e-6  # relative fall of the objective
     paper="Pillutla et al., IEEE TSP 2022",
     url="https://arxiv.org/abs/1912.13445",
     is_fedavg_when={"nu": 1e30},
+    tunable="nothing: its numbers say how exactly the median is computed",
 )
 @dataclass(frozen=True)
 class RFA(Robust):

@@ -12,7 +12,7 @@ decay, clipping or an adaptive optimiser, so the gradients themselves are accumu
 where the formula holds. Option "full" is the paper's option I.
 
 Departures from the paper: the accumulation above; sample weights p_i are selectable (the
-paper is uniform, our default), while c is always the plain mean over all N clients.
+paper is uniform, our default), while c is always the plain mean over all N clients that hold rows.
 Cost: two models down (w, c), two up (y_i, c_i+ - c_i); one model of state on each client.
 """
 
@@ -182,5 +182,5 @@ class Scaffold(Averaging):
         """Step along the mean update and move c by the changes over all N clients."""
         model = self.stepped(server, self.mean(replies))
         counted = (replies.weights > 0).to(server.dtype)
-        change = weighted_mean(replies.report(Change).control, counted / context.clients)
+        change = weighted_mean(replies.report(Change).control, counted / context.able)
         return Served(send=model, score=model), ScaffoldState(state.control + change)

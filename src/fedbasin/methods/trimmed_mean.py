@@ -28,6 +28,7 @@ from fedbasin.methods.parts.robust import Robust, assumed_bad, by_columns, check
     paper="Yin et al., ICML 2018",
     url="https://arxiv.org/abs/1803.01498",
     is_fedavg_when="never: all clients count alike; hostile = 0 is fedavg(weighting='uniform')",
+    tunable="nothing: the share of hostile clients is an assumption, not a setting",
 )
 @dataclass(frozen=True)
 class TrimmedMean(Robust):

@@ -61,7 +61,15 @@ def made_by(factory: Callable[..., Any], shape: Shape, classes: int, what: str) 
         inspect.signature(factory).bind(shape, classes)
     except TypeError as error:
         raise ValueError(f"{what} cannot be called with (shape, classes): {error}") from None
-    network = factory(shape, classes)
+    try:
+        network = factory(shape, classes)
+    except TypeError as error:
+        if not (isinstance(factory, type) and issubclass(factory, nn.Module)):
+            raise
+        raise ValueError(
+            f"{what}({shape}, {classes}) failed ({error}): a class is called with the shape of a "
+            "row and the number of outputs; give a module, or a function (shape, outputs) -> module"
+        ) from error
     if not isinstance(network, nn.Module):
         raise ValueError(f"{what} returned a {type(network).__name__}, not a torch.nn.Module")
     number_sites(network)

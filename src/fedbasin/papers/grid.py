@@ -109,9 +109,8 @@ class CellConfigs:
 
     def __init__(self, table: Table, row: Axis, column: Axis) -> None:
         """Build the cell once."""
-        whole = experiment_of(table, row, column, seed=0)
         settings = settings_of(table, row, column)
-        self._changed = _changed(whole)
+        self._changed = _changed_by(json.dumps({**settings, "seed": 0}))
         self._split_by_seed = settings.get("partition", {}).get("seed", -1) < 0
 
     def config(self, seed: int, rounds: int) -> str:
@@ -122,6 +121,12 @@ class CellConfigs:
         changed = {k: v for k, v in self._changed.items() if k not in numbers}
         changed |= {k: v for k, v in numbers.items() if v != _defaults()[k]}
         return _hash(changed)
+
+
+@cache
+def _changed_by(settings: str) -> dict[str, Any]:
+    """Return what settings, written as JSON, change; cells of several tables share them."""
+    return _changed(from_mapping(json.loads(settings)).resolved())
 
 
 def _flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -91,7 +91,11 @@ def page(results: Sequence[Result]) -> str:
     tables = [load_table(name) for name in table_names()]
     lines = [served(table, results) for table in tables]
     blocks = [_HEAD + "".join(f"- *{mark}*: {meaning}.\n" for mark, meaning in MARKS.items())]
-    blocks += [_overview([_counts(*both) for both in zip(tables, lines, strict=True)])]
+    counted = [
+        (table.name, _counts(table, its_lines, _grid(table.rows, table.columns)))
+        for table, its_lines in zip(tables, lines, strict=True)
+    ]
+    blocks.append(_overview(counted))
     blocks.append((resources.files("fedbasin.papers") / "in_short.md").read_text(encoding="utf-8"))
     for name in paper_names():
         paper = load_paper(name)
@@ -103,11 +107,22 @@ def page(results: Sequence[Result]) -> str:
     return "\n".join(blocks)
 
 
+def counts_of_table(
+    table: Table,
+    results: Iterable[Result],
+    rows: Sequence[Axis] | None = None,
+    columns: Sequence[Axis] | None = None,
+) -> Counter[str]:
+    """Count the cells of one table, or of some rows and columns."""
+    grid = _grid(rows or table.rows, columns or table.columns)
+    return _counts(table, served(table, results), grid)
+
+
 def counts_of(results: Sequence[Result]) -> Counter[str]:
     """Count the cells of all tables."""
     total: Counter[str] = Counter()
     for table in (load_table(name) for name in table_names()):
-        total += _counts(table, served(table, results))[1]
+        total += counts_of_table(table, results)
     return total
 
 
@@ -123,10 +138,10 @@ def _overview(counted: Sequence[tuple[str, Counter[str]]]) -> str:
     return "".join([*lines, _counted("**all**", total)])
 
 
-def _counts(table: Table, lines: Lines) -> tuple[str, Counter[str]]:
-    """Count a table's cells; what ran at full length has a verdict, or nothing to compare with."""
+def _counts(table: Table, lines: Lines, grid: Sequence[tuple[Axis, Axis]]) -> Counter[str]:
+    """Count cells; what ran at full length has a verdict, or nothing to compare with."""
     counts: Counter[str] = Counter()
-    for cell in compare_lines(table, lines, _grid(table.rows, table.columns)):
+    for cell in compare_lines(table, lines, grid):
         counts["cells"] += 1
         counts["can run"] += not reason(table, cell.row, cell.column)
         if cell.ours and cell.ours.reduced:
@@ -138,7 +153,7 @@ def _counts(table: Table, lines: Lines) -> tuple[str, Counter[str]]:
             counts[_DIRECTIONS[cell.direction]] += 1
         if cell.verdict == "missed":
             counts["of these shown" if cell.basis == "shown" else cell.basis] += 1
-    return table.name, counts
+    return counts
 
 
 def _grid(rows: Sequence[Axis], columns: Sequence[Axis]) -> list[tuple[Axis, Axis]]:

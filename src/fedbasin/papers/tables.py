@@ -307,6 +307,9 @@ def _named(axes: Iterable[Axis], name: str) -> Axis:
     return next(axis for axis in axes if axis.name == name)
 
 
+_NO_TABLES = ("paper.toml", "index.toml")
+
+
 def paper_names() -> list[str]:
     """Return the short names of the papers."""
     return ["ima", "fedlaw", "wima", "fedcda", "fedwcm", "flamby"]
@@ -318,7 +321,7 @@ def table_names() -> tuple[str, ...]:
     tables: list[str] = []
     for paper in paper_names():
         files = [file.name for file in _folder(paper).iterdir() if file.name.endswith(".toml")]
-        names = [name.removesuffix(".toml") for name in files if name != "paper.toml"]
+        names = [name.removesuffix(".toml") for name in files if name not in _NO_TABLES]
         order = sorted(
             names, key=lambda n: (n.startswith("fig"), int(re.sub(r"\D", "", n) or 0), n)
         )
@@ -330,12 +333,18 @@ def _folder(paper: str) -> Any:
     return resources.files("fedbasin.papers") / "tables" / paper
 
 
+def paper_text(where: str) -> str:
+    """Return the text of a file such as ``ima/index.toml``."""
+    text: str = (_folder(where.split("/")[0]) / where.split("/")[1]).read_text(encoding="utf-8")
+    return text
+
+
 @cache
 def load_paper(name: str) -> Paper:
     """Read the description of a paper."""
     where = f"{name}/paper.toml"
-    text = (_folder(name) / "paper.toml").read_text(encoding="utf-8")
-    return Reader(PaperError, where).read(Paper, {**_toml(text, where), "name": name})
+    content = read_toml(paper_text(where), where)
+    return Reader(PaperError, where).read(Paper, {**content, "name": name})
 
 
 @cache
@@ -343,20 +352,20 @@ def load_table(name: str) -> Table:
     """Read a table by its name."""
     if name not in table_names():
         raise PaperError(f"no table is called {name!r}; {nearest(name, table_names())}")
-    paper, _, item = name.partition("/")
-    return read_table((_folder(paper) / f"{item}.toml").read_text(encoding="utf-8"), name)
+    return read_table(paper_text(f"{name}.toml"), name)
 
 
 def read_table(text: str, name: str) -> Table:
     """Read and check a table's TOML; errors name the file, the field and the value."""
     where = f"{name}.toml"
-    table = Reader(PaperError, where).read(Table, {**_toml(text, where), "name": name})
+    table = Reader(PaperError, where).read(Table, {**read_toml(text, where), "name": name})
     _check_scores(table, where)
     _check(table, where)
     return table
 
 
-def _toml(text: str, where: str) -> dict[str, Any]:
+def read_toml(text: str, where: str) -> dict[str, Any]:
+    """Read TOML; an error names the file."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -134,8 +134,10 @@ def _client_measure(name: str, headline: Headline) -> Measure:
 
 def _columns(run: Run, measures: Sequence[Measure]) -> dict[str, Any]:
     columns = {m.key: [_short(m.read(record), m.scale) for record in run.records] for m in measures}
+    spent = [_short(record.notes.get("epsilon")) for record in run.records]
     return {
         "seed": run.seed,
+        **({} if set(spent) == {None} else {"epsilon": spent}),
         "round": [record.round for record in run.records],
         "seconds": _sums(record.seconds for record in run.records),
         "bytes": _sums(record.bytes_down + record.bytes_up for record in run.records),

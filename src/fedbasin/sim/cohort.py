@@ -4,7 +4,11 @@ The step that `local.step` writes for one client runs under `vmap`, compiled onc
 numbers of active clients. Clients are ordered by how many steps they have left; as they
 finish, the active set shrinks through a short ladder of sizes, so little work is wasted and
 few shapes are compiled. Batches, gathers, augmentation and the step counter live on the
-device: a step costs the host one launch.
+device: a step costs the host one launch. Uncompiled on a CPU a cohort takes the step of
+`sim.lean`, which equals this one to rounding.
+
+Several requests, of runs that train alike, are answered together: a row is then a client of one
+of them, with the run's own model, learning rate and randomness.
 """
 
 from __future__ import annotations
@@ -18,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbasin.core.method import Plan, Probe, Replies
+from fedbasin.core.method import Probe, Replies
 from fedbasin.core.rng import Key, fold_in, keys_tensor
 from fedbasin.core.round import Gathered, ProbeRequest, Sent, TrainRequest
 from fedbasin.core.rule import Batch, Finish, Start
-from fedbasin.core.tree import mapped, row, stack, tensors
+from fedbasin.core.tree import concatenated, flatten, mapped, rebuild, row, stack
 from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps
 from fedbasin.local.draws import cohort_rows
 from fedbasin.local.step import Aux, Loss, Point, step
@@ -38,6 +42,7 @@ from fedbasin.sim.captured_step import (
     overlaid,
     repeated,
 )
+from fedbasin.sim.lean import Elsewhere, LeanStep
 from fedbasin.sim.loop import Executor, client_key
 from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
@@ -73,6 +78,7 @@ class Counters:
 
     compiled: int = 0  # how often the step was compiled
     width: int = 0  # most clients that advance together; 0 until it is known
+    lean: bool = True  # whether the lean step is taken where nothing is compiled
     longest: int = 0  # most steps that a client of the population has been asked for
     useful: int = 0  # client-steps that trained
     total: int = 0  # client-steps that were computed
@@ -114,22 +120,38 @@ class CohortExecutor(Executor):
         if self.trainer.net.has_statistics:
             raise Unsupported("BatchNorm statistics cannot be kept apart under vmap")
 
-    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
-        """Train the cohort of each request, one request after another."""
-        return [self._train(request) for request in requests]
+    @property
+    def _exact(self) -> bool:
+        """Whether only clients with a step left advance: nothing is compiled or captured."""
+        return not self.compiled and not self.population.inputs.is_cuda
 
-    def _train(self, request: TrainRequest) -> Gathered:
-        cohort = request.cohort
-        sent = request.sent
-        sizes = self.population.sizes[cohort]
-        steps = np.array([count_steps(request.plan, int(n), self.trainer.batch) for n in sizes])
-        order = np.argsort(-steps, kind="stable")
-        back = torch.from_numpy(np.argsort(order)).to(sent.vector.device)
+    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
+        """Train the cohorts of all requests together, where what they send has one shape."""
+        if len(requests) > 1 and not _of_one_shape(requests):
+            return [self._train([request])[0] for request in requests]
+        return self._train(requests)
+
+    def _train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
+        batch = self.trainer.batch
+        sizes = [self.population.sizes[each.cohort + each.first] for each in requests]
+        steps = [
+            np.array([count_steps(each.plan, int(n), batch) for n in mine], dtype=np.int64)
+            for each, mine in zip(requests, sizes, strict=True)
+        ]
+        counts = [len(each.cohort) for each in requests]
+        rows = _Rows(
+            requests,
+            np.repeat(np.arange(len(requests)), counts),
+            np.concatenate([each.cohort for each in requests]),
+            np.concatenate(steps),
+        )
+        order = np.argsort(-rows.steps, kind="stable")
+        back = torch.from_numpy(np.argsort(order)).to(requests[0].sent.vector.device)
         return self._in_chunks(
             order,
-            sent,
-            lambda part: self._chunk(cohort[part], steps[part], request),
-            lambda parts: _joined(parts, back),
+            requests[0].sent,
+            lambda part: self._chunk(rows.take(part)),
+            lambda parts: _gathered(_joined(parts, back), counts),
         )
 
     def _in_chunks(
@@ -172,7 +194,7 @@ class CohortExecutor(Executor):
 
     def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
         """Return the full gradients of each request's cohort at the model it was sent."""
-        return [self._probe(*request) for request in requests]
+        return [self._probe(each.cohort + each.first, each.sent) for each in requests]
 
     def _probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
         trainer = self.trainer
@@ -194,32 +216,38 @@ class CohortExecutor(Executor):
             "share_useful_steps": self.counters.share_useful,
         }
 
-    def _chunk(self, clients: np.ndarray, steps: np.ndarray, request: TrainRequest) -> _Part:
+    def _chunk(self, rows: _Rows) -> _Part:
         """Train clients that are sorted by falling number of steps."""
-        sent = request.sent
-        plan = request.plan
         trainer = self.trainer
-        device = sent.vector.device
-        batches, sizes = self._batch_plan(clients, steps, sent, plan, request.key or self.key)
-        own = stack([request.states.get(int(client)) for client in clients])
-        starts = self._starts(clients, sizes, batches, sent, plan, own)
+        vector, _ = rows.sent(lambda sent: sent.vector)
+        buffers, _ = rows.sent(lambda sent: sent.buffers)
+        batches, sizes = self._batch_plan(rows)
+        own = stack([r.states.get(c) for r, c in rows.pairs()])
+        starts = self._starts(rows, sizes, batches, own)
         begin = [
             torch.func.vmap(lambda s, r=rule: r.begin(s, trainer.net), in_dims=(dims,))(start)
             for rule, (start, dims) in zip(trainer.rules, starts, strict=True)
         ]
-        count = len(clients)
+        count = len(rows.clients)
         point = Point(
-            sent.vector.expand(count, -1),
-            own[-1] if trainer.keep_optimiser else self._fresh(sent.vector, count),
-            sent.buffers.expand(count, -1),
+            vector.expand(count, -1),
+            own[-1] if trainer.keep_optimiser else self._fresh(rows.requests[0].sent.vector, count),
+            buffers.expand(count, -1),
             tuple(begin),
         )
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        sums = sent.vector.new_zeros(count, 4)
+        zero = torch.zeros((), dtype=torch.int64, device=vector.device)
+        sums = vector.new_zeros(count, 4)
         progress = cloned(Progress(point, sums, zero))  # rows of their own, not one row repeated
-        progress = self._advance(progress, batches, steps)
-        lr_sum = batches.limit.to(sent.vector.dtype) * plan.lr
-        ended = Finish(progress.point.vector, batches.limit.to(sent.vector.dtype), lr_sum)
+        try:
+            progress = self._advance(progress, batches, rows.steps)
+        except Elsewhere:
+            self.counters.lean = False
+            return self._chunk(rows)
+        rates = torch.tensor(
+            [r.plan.lr for r, _ in rows.pairs()], dtype=torch.float64, device=vector.device
+        )
+        taken = batches.limit.to(vector.dtype)
+        ended = Finish(progress.point.vector, taken, taken * batches.lr)
         ends = []
         uploaded = ended
         for rule, carry, (start, dims) in zip(
@@ -234,9 +262,11 @@ class CohortExecutor(Executor):
             weights=sizes.to(torch.float64),
             clients=batches.clients,
             steps=batches.limit.to(torch.float64),
-            lr_sum=batches.limit.to(torch.float64) * plan.lr,
+            lr_sum=batches.limit.to(torch.float64) * rates,
             effective_steps=torch.tensor(
-                [trainer.length(int(k)) for k in steps], dtype=torch.float64, device=device
+                [trainer.length(int(k)) for k in rows.steps],
+                dtype=torch.float64,
+                device=vector.device,
             ),
             last_loss=progress.sums[:, 2] / progress.sums[:, 3].clamp(min=1),
             reports=tuple(report for _, report in ends),
@@ -252,28 +282,38 @@ class CohortExecutor(Executor):
         state = self.trainer.optimiser.init(vector)
         return mapped(lambda leaf: leaf.expand(count, *leaf.shape), state)
 
-    def _batch_plan(
-        self, clients: np.ndarray, steps: np.ndarray, sent: Sent, plan: Plan, key: Key
-    ) -> tuple[BatchPlan, Tensor]:
-        device = sent.vector.device
+    def _batch_plan(self, rows: _Rows) -> tuple[BatchPlan, Tensor]:
+        vector = rows.requests[0].sent.vector
+        device = vector.device
         batch = self.trainer.batch
+        clients = rows.ids
+        steps = rows.steps
         sizes = torch.from_numpy(self.population.sizes[clients]).to(device)
         limit = torch.from_numpy(steps.astype(np.int64)).to(device)
         passes = -(-self.population.sizes[clients] // batch)
-        keys = keys_tensor([client_key(key, sent.round, int(c)) for c in clients], device)
+        keys = keys_tensor(
+            [client_key(r.key or self.key, r.sent.round, int(c)) for r, c in rows.pairs()], device
+        )
         first = torch.from_numpy(self.population.offsets[clients]).to(device)
         late = torch.from_numpy(steps - passes).to(device)
-        who = torch.from_numpy(clients.astype(np.int64)).to(device)
-        # One shape for all rounds: as many steps as the largest client of the population takes, now
-        # or in an earlier round, where a plan asks for ever fewer.
-        most = max(int(self.population.sizes.max()), 1)
-        longest = max(count_steps(plan, most, batch), self.counters.longest, 1)
-        self.counters.longest = longest
+        who = torch.from_numpy(rows.clients.astype(np.int64)).to(device)
+        if self._exact:
+            most = max(int(self.population.sizes[clients].max()), 1)
+            longest = max(int(steps.max()), 1)
+        else:
+            # One shape for all rounds: as many steps as the largest client of the population takes,
+            # now or in an earlier round, where a plan asks for ever fewer.
+            most = max(int(self.population.sizes.max()), 1)
+            asked = max(count_steps(each.plan, most, batch) for each in rows.requests)
+            longest = max(asked, self.counters.longest, 1)
+            self.counters.longest = longest
         chances = self._chances(clients, most)
         epochs = max(1, int(np.max(-(-steps // np.maximum(passes, 1)))))
-        rows, real = cohort_rows(keys, sizes, limit, batch, longest, most, epochs, chances)
-        lr = torch.tensor(plan.lr, dtype=sent.vector.dtype, device=device)
-        return BatchPlan(rows + first[:, None, None], real, keys, limit, late, who, lr), sizes
+        index, real = cohort_rows(keys, sizes, limit, batch, longest, most, epochs, chances)
+        rates = [each.plan.lr for each in rows.requests]
+        lr = torch.tensor(rates, dtype=vector.dtype, device=device)
+        lr = lr[0] if rows.alone else lr[torch.from_numpy(rows.which).to(device)]
+        return BatchPlan(index + first[:, None, None], real, keys, limit, late, who, lr), sizes
 
     def _chances(self, clients: np.ndarray, most: int) -> Tensor | None:
         """Return how likely each row of each client is [C, most], where a rule draws rows."""
@@ -286,26 +326,24 @@ class CohortExecutor(Executor):
         )
 
     def _starts(
-        self,
-        clients: np.ndarray,
-        sizes: Tensor,
-        batches: BatchPlan,
-        sent: Sent,
-        plan: Plan,
-        own: tuple[Any, ...],
+        self, rows: _Rows, sizes: Tensor, batches: BatchPlan, own: tuple[Any, ...]
     ) -> list[tuple[Start, Start]]:
         """Return what each rule begins with, and along which axes it is mapped over clients."""
-        dtype = sent.vector.dtype
         trainer = self.trainer
         if not trainer.rules:
             return []  # without rules nothing uses the counts
-        counts = self.population.class_counts_of(batches.clients, trainer.classes)
-        now = torch.tensor(float(sent.round), dtype=dtype, device=sent.vector.device)
+        dtype = trainer.net.dtype
+        who = torch.from_numpy(rows.ids.astype(np.int64)).to(sizes.device)
+        counts = self.population.class_counts_of(who, trainer.classes)
+        vector, axis = rows.sent(lambda sent: sent.vector)
+        buffers, _ = rows.sent(lambda sent: sent.buffers)
+        now, _ = rows.sent(lambda sent: sent.vector.new_tensor(float(sent.round)))
         starts = []
         of_rules = own[: len(trainer.rules)]  # after them comes the optimiser's, if it is kept
-        for rule, shared, mine in zip(trainer.rules, sent.shared, of_rules, strict=True):
+        for i, mine in enumerate(of_rules):
+            shared, _ = rows.sent(lambda sent: sent.shared[i])  # noqa: B023  (called at once)
             start = Start(
-                vector=sent.vector,
+                vector=vector,
                 shared=shared,
                 client_state=mine,
                 round=now,
@@ -314,29 +352,64 @@ class CohortExecutor(Executor):
                 epoch_steps=(batches.limit - batches.late).to(dtype),
                 examples=sizes.to(dtype),
                 class_counts=counts.to(dtype),
-                survey=survey(rule, shared, trainer, self.population, clients, sent),
-                buffers=sent.buffers,
+                survey=self._survey(i, rows),
+                buffers=buffers,
             )
-            starts.append((start, Start(None, None, 0, None, None, 0, 0, 0, 0, 0, None)))  # type: ignore[arg-type]
+            across = axis
+            if axis is not None:  # a number beside tensors is the same for all
+                across = rebuild(shared, lambda _, leaf: 0 if isinstance(leaf, Tensor) else None)
+            starts.append((start, Start(axis, across, 0, axis, axis, 0, 0, 0, 0, 0, axis)))  # type: ignore[arg-type]
         return starts
+
+    def _survey(self, i: int, rows: _Rows) -> Any:
+        """Return what a rule finds at each client [A, ...], request by request."""
+        rule = self.trainer.rules[i]
+        if not rule.surveys:
+            return ()
+        found = []
+        places = []
+        for number, request in enumerate(rows.requests):
+            mine = np.flatnonzero(rows.which == number)
+            sent = request.sent
+            found.append(
+                survey(rule, sent.shared[i], self.trainer, self.population, rows.ids[mine], sent)
+            )
+            places.append(mine)
+        if rows.alone:
+            return found[0]
+        back = torch.from_numpy(np.argsort(np.concatenate(places)))
+        return mapped(lambda leaf: leaf[back.to(leaf.device)], concatenated(found))
 
     def _advance(self, progress: Progress, batches: BatchPlan, steps: np.ndarray) -> Progress:
         """Take all steps, on fewer and fewer clients."""
+        if self._exact and self.counters.lean:
+            progress = LeanStep(self.trainer, self.population).advance(progress, batches, steps)
+            self.counters.useful += int(steps.sum())
+            self.counters.total += int(steps.sum())
+            return progress
         done = 0
         last = int(steps.max())
         while done < last:
             active = int((steps > done).sum())
-            ladder = COARSE if any(step.fixed for step in self._steps.values()) else LADDER
-            width = min(rung(active, ladder), len(steps))
-            below = [size for size in ladder if size < width]
-            # Stay at this width until the active clients fit the next rung below.
-            fits = int(steps[below[-1]]) if below else last
-            until = min(max(fits, done + 1), last)
+            width = active
+            until = int(steps[active - 1])
+            if not self._exact:
+                width, until = self._rung(steps, active, done)
             progress = self._segment(progress, batches, width, until - done)
             self.counters.useful += int(np.clip(steps[:width] - done, 0, until - done).sum())
             self.counters.total += width * (until - done)
             done = until
         return progress
+
+    def _rung(self, steps: np.ndarray, active: int, done: int) -> tuple[int, int]:
+        """Return how many clients advance together, of the few sizes there are, and until when."""
+        last = int(steps.max())
+        ladder = COARSE if any(step.fixed for step in self._steps.values()) else LADDER
+        width = min(rung(active, ladder), len(steps))
+        below = [size for size in ladder if size < width]
+        # Stay at this width until the active clients fit the next rung below.
+        fits = int(steps[below[-1]]) if below else last
+        return width, min(max(fits, done + 1), last)
 
     def _segment(self, progress: Progress, batches: BatchPlan, width: int, count: int) -> Progress:
         """Take `count` steps on the first `width` clients."""
@@ -368,19 +441,29 @@ class CohortExecutor(Executor):
         number = progress.number
         rows = batches.rows.index_select(1, number[None])[:, 0]  # [A, B]
         weight = batches.real.index_select(1, number[None])[:, 0].to(trainer.net.dtype)
-        augment = fold_in(fold_in(batches.keys, AUGMENT), number)
-        dropout = fold_in(fold_in(batches.keys, DROPOUT), number)
-        raw = inputs[rows]
+        augment = dropout = None
+        if trainer.augments:
+            augment = fold_in(fold_in(batches.keys, AUGMENT), number)
+        if trainer.draws:
+            dropout = fold_in(fold_in(batches.keys, DROPOUT), number)
+        index = rows if self.population.places is None else self.population.places[rows]
+        raw = inputs[index]
         label = labels[rows]
 
         def one(
-            point: Point, raw: Tensor, label: Tensor, weight: Tensor, a: Tensor, d: Tensor
+            point: Point,
+            raw: Tensor,
+            label: Tensor,
+            weight: Tensor,
+            a: Tensor | None,
+            d: Tensor | None,
+            lr: Tensor,
         ) -> Any:
             batch = Batch(trainer.transform(raw, a), label, weight)
             return step(
                 point,
                 batch,
-                batches.lr,
+                lr,
                 d,
                 net=trainer.net,
                 task=trainer.task,
@@ -390,9 +473,11 @@ class CohortExecutor(Executor):
                 differentiate=by_transform,
             )
 
-        after, loss = torch.func.vmap(one)(progress.point, raw, label, weight, augment, dropout)
+        given = (progress.point, raw, label, weight, augment, dropout, batches.lr)
+        axes = (0, 0, 0, 0, *(0 if each is not None and each.dim() else None for each in given[4:]))
+        after, loss = torch.func.vmap(one, in_dims=axes)(*given)
         active = number < batches.limit
-        point = advanced(active, after, progress.point)
+        point = after if self._exact else advanced(active, after, progress.point)
         samples = weight.sum(1)
         both = torch.stack([loss * samples, samples], 1) * active[:, None]
         late = (number >= batches.late)[:, None]
@@ -404,6 +489,45 @@ def _graph_pool() -> Any:
     return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
 
+class _Rows(NamedTuple):
+    """Clients that advance together, each of one request."""
+
+    requests: Sequence[TrainRequest]
+    which: np.ndarray  # [A] the request of each
+    clients: np.ndarray  # [A] its id in its run
+    steps: np.ndarray  # [A]
+
+    @property
+    def alone(self) -> bool:
+        """Whether all are of one request."""
+        return len(self.requests) == 1
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Ids in the executor's population."""
+        ids: np.ndarray = self.clients + np.array([r.first for r in self.requests])[self.which]
+        return ids
+
+    def take(self, part: np.ndarray) -> _Rows:
+        """Return some of them, with those requests alone that they belong to."""
+        present, which = np.unique(self.which[part], return_inverse=True)
+        requests = [self.requests[i] for i in present]
+        return _Rows(requests, which, self.clients[part], self.steps[part])
+
+    def pairs(self) -> list[tuple[TrainRequest, int]]:
+        """Return the request of each client, with the client's id in its run."""
+        clients = self.clients.tolist()
+        return [(self.requests[i], c) for i, c in zip(self.which, clients, strict=True)]
+
+    def sent(self, what: Callable[[Sent], Any]) -> tuple[Any, int | None]:
+        """Return what the clients were sent, and its axis of clients: none where it is one."""
+        values = [what(each.sent) for each in self.requests]
+        if self.alone:
+            return values[0], None
+        which = torch.from_numpy(self.which)
+        return mapped(lambda leaf: leaf[which.to(leaf.device)], stack(values)), 0
+
+
 class _Part(NamedTuple):
     """The result of one chunk."""
 
@@ -413,14 +537,39 @@ class _Part(NamedTuple):
     losses: Tensor
 
 
-def _joined(parts: list[_Part], back: Tensor) -> Gathered:
-    """Put the chunks together in the order of the cohort."""
-    joined = parts[0]
-    if len(parts) > 1:
-        leaves = [iter(tensors(part)) for part in parts]
-        joined = mapped(lambda _: torch.cat([next(each) for each in leaves]), parts[0])
-    joined = mapped(lambda leaf: leaf[back], joined)
-    weights = joined.replies.weights
-    own = [row(joined.own, i) for i in range(len(back))]
-    loss = (joined.losses * weights).sum() / weights.sum()
-    return Gathered(joined.replies, joined.buffers, own, loss)
+def _joined(parts: list[_Part], back: Tensor) -> _Part:
+    """Put the chunks together in the order of the requests and their cohorts."""
+    return mapped(lambda leaf: leaf[back], concatenated(parts))
+
+
+def _gathered(part: _Part, counts: list[int]) -> list[Gathered]:
+    """Return what the cohort of each request sends back."""
+    found = []
+    end = 0
+    for count in counts:
+        rows = slice(end, end + count)
+        end += count
+        mine = part
+        if len(counts) > 1:  # copies: a view would hold on to all runs' models
+            mine = mapped(lambda leaf: leaf[rows].clone(), part)  # noqa: B023  (called at once)
+        weights = mine.replies.weights
+        own = [row(mine.own, i) for i in range(count)]
+        loss = (mine.losses * weights).sum() / weights.sum()
+        found.append(Gathered(mine.replies, mine.buffers, own, loss))
+    return found
+
+
+def _of_one_shape(requests: Sequence[TrainRequest]) -> bool:
+    """Whether what requests bring can be stacked: one tree, the same numbers beside tensors."""
+
+    def shape(request: TrainRequest) -> list[Any]:
+        sent = request.sent
+        leaves = flatten((sent.vector, sent.buffers, sent.shared))
+        return [(path, _described(leaf)) for path, leaf in leaves]
+
+    first = shape(requests[0])
+    return all(shape(request) == first for request in requests[1:])
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf

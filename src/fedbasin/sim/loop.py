@@ -78,7 +78,7 @@ class LoopExecutor(Executor):
         return gather(request.cohort, trained, request.sent.vector)
 
     def _probe(self, request: ProbeRequest) -> Probe:
-        cohort, sent = request
+        cohort, sent = request.cohort, request.sent
         shards = [self.population.shard(client) for client in cohort.tolist()]
         gradients = [self.trainer.full_gradient(s, sent.vector, sent.buffers) for s in shards]
         return Probe(torch.stack(gradients), self.population.weights(cohort))

@@ -34,11 +34,14 @@ class Population:
         inputs: [m, ...] rows of client 0, then of client 1, and so on, of any type.
         labels: int64 [m], or targets without classes of any type and shape [m, ...].
         offsets: int64 [N + 1]; client i holds rows offsets[i] to offsets[i + 1].
+        places: int64 [m], which row of `inputs` each row is, where several clients share rows of
+            one copy; None where row is row.
     """
 
     inputs: Tensor
     labels: Tensor
     offsets: np.ndarray
+    places: Tensor | None = None
 
     @classmethod
     def of(
@@ -72,7 +75,12 @@ class Population:
     def shard(self, client: int) -> Shard:
         """Return a client's rows as views."""
         rows = slice(int(self.offsets[client]), int(self.offsets[client + 1]))
-        return Shard(self.inputs[rows], self.labels[rows])
+        inputs = self.inputs[rows] if self.places is None else self.inputs[self.places[rows]]
+        return Shard(inputs, self.labels[rows])
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return the inputs of some rows [k, ...]."""
+        return self.inputs[rows if self.places is None else self.places[rows]]
 
     def class_counts_of(self, clients: Tensor, classes: int) -> Tensor:
         """Count the samples of some clients by class [C, classes], all on the device.

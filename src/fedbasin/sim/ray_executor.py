@@ -195,7 +195,7 @@ class RayExecutor(Executor):
 
     def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
         """Return the full gradients of each request's cohort at the model it was sent."""
-        return [self._probe(*request) for request in requests]
+        return [self._probe(each.cohort, each.sent) for each in requests]
 
     def _probe(self, cohort: np.ndarray, sent: Sent) -> Probe:
         common = ray.put(_arrays(sent))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -20,6 +18,7 @@ from fedbasin.core.record import RoundRecord, RunFolder, write_atomically
 from fedbasin.core.round import Server, summary_of
 from fedbasin.core.sink import Log
 from fedbasin.core.state import load, save, write
+from fedbasin.core.system import peak_memory
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, SavedStates
 from fedbasin.sim.provenance import record_data, refuse_other
@@ -210,15 +209,9 @@ def _peaks() -> dict[str, int | None]:
     """Return how much memory the process has taken at most, here and on the device."""
     on_cuda = torch.cuda.is_available()
     return {
-        "peak_memory_bytes": _peak_memory(),
+        "peak_memory_bytes": peak_memory(),
         "peak_device_memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else None,
     }
-
-
-def _peak_memory() -> int:
-    """Return the largest resident size of this process so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextmanager

@@ -80,7 +80,5 @@ def _sums(
         real = place < sizes
         rows = first + place * real
         weight = real.to(trainer.net.dtype)
-        blocks.append(
-            torch.func.vmap(one)(population.inputs[rows], population.labels[rows], weight)
-        )
+        blocks.append(torch.func.vmap(one)(population.take(rows), population.labels[rows], weight))
     return added(blocks)

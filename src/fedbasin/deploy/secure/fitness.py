@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice
 from fedbasin.core.method import Method
-from fedbasin.core.protocols import needs_gradients
+from fedbasin.core.protocols import is_private, needs_gradients
 from fedbasin.core.vectors import Weighting
 from fedbasin.deploy.secure.settings import Secure, Session
 from fedbasin.deploy.settings import Handling, ServerSide
@@ -16,6 +16,11 @@ def check_method(method: Method) -> Weighting:
     weighting = method.streams()
     if needs_gradients(method):
         raise ValueError(f"secure: {method} asks every client for its gradient")
+    if weighting is None and is_private(method):
+        raise ValueError(
+            f"secure: {method} clips the updates on the server, which sees their sum alone; write "
+            "dp(noise_by='clients'), where clients clip and add the noise"
+        )
     if weighting is None:
         raise ValueError(
             f"secure: {method} looks at single replies or at what clients report, and secure "

@@ -8,7 +8,8 @@ drift r_i = -q_i / alpha_i, the sum of all the client's updates so far:
     client:  v <- v - eta (g(v) + alpha_i (v - (x - r_i))),    r_i+ = r_i + (y_i - x)
     server:  s = 1/N sum over ALL clients of r_i,              s+ = s + 1/N sum_{i in S} (y_i - x)
 
-so a dual is a proximal term with another centre, and the server needs no alpha.
+so a dual is a proximal term with another centre, and the server needs no alpha. N counts the
+clients that hold rows: others never move their r_i.
 """
 
 from __future__ import annotations

@@ -4,7 +4,12 @@ The window keeps each model as its difference from a common anchor, and a float6
 them. A new model adds itself and takes out the oldest; once in W rounds the sum is formed
 anew, so rounding never piles up. Slots are separate tensors: replacing one copies no other.
 
-Memory: W x P numbers of the storage type, and 12 P bytes for the sum and the anchor.
+bfloat16 keeps three digits of a difference, so differences must not grow with the trajectory: once
+in W rounds the next model is the new anchor. The slots of the last W rounds keep the one before
+until they are replaced, so nothing is rounded twice.
+
+Memory: W x P numbers of the storage type, and 12 P bytes for the sum and the anchor (16 P where
+anchors move).
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ class Window:
 
     slots: tuple[Tensor, ...]  # W tensors [P], or [0] while empty
     total: Tensor  # [P] float64 sum of the filled slots
-    anchor: Tensor  # [P] the first model; slots hold differences from it
+    anchor: Tensor  # [P] slots hold differences from it
+    before: Tensor  # [P] from this one those not yet replaced since it moved; [0] if it never does
     pushed: int  # models seen so far
 
     @property
@@ -45,13 +51,19 @@ def empty(width: int, like: Tensor, storage: Storage = "same", *, on_cpu: bool =
     dtype = torch.bfloat16 if storage == "bfloat16" else like.dtype
     slot = torch.empty(0, dtype=dtype, device="cpu" if on_cpu else like.device)
     total = torch.zeros_like(like, dtype=torch.float64)
-    return Window((slot,) * width, total, torch.zeros_like(like), 0)
+    anchor = torch.zeros_like(like)
+    before = anchor.clone() if dtype != like.dtype else like[:0]
+    return Window((slot,) * width, total, anchor, before, 0)
 
 
 def push(window: Window, model: Tensor) -> Window:
     """Add a model and forget the oldest if the window is full."""
-    anchor = model if window.pushed == 0 else window.anchor
     place = window.pushed % len(window.slots)
+    anchor = window.anchor
+    before = window.before
+    if window.pushed == 0 or (place == 0 and before.numel()):
+        before = anchor if before.numel() else before
+        anchor = model
     oldest = window.slots[place]
     newest = (model - anchor).to(dtype=oldest.dtype, device=oldest.device)
     slots = (*window.slots[:place], newest, *window.slots[place + 1 :])
@@ -63,14 +75,19 @@ def push(window: Window, model: Tensor) -> Window:
         total = window.total + newest.to(window.total)
         if oldest.numel():
             total = total - oldest.to(total)
-    return Window(slots, total, anchor, window.pushed + 1)
+    return Window(slots, total, anchor, before, window.pushed + 1)
 
 
 def mean(window: Window) -> Tensor:
     """Return the mean [P] of the models the window holds; it must hold one."""
     if window.filled == 0:
         raise ValueError("the window holds no model yet")
-    return (window.anchor + window.total / window.filled).to(window.anchor.dtype)
+    total = window.total
+    since = (window.pushed - 1) % len(window.slots) + 1  # slots that hold from this anchor
+    if window.before.numel() and since < window.filled:
+        moved = window.before.to(total) - window.anchor.to(total)
+        total = total + (window.filled - since) * moved
+    return (window.anchor + total / window.filled).to(window.anchor.dtype)
 
 
 @dataclass(frozen=True)

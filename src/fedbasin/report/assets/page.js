@@ -8,6 +8,7 @@
     round: { label: "round", tickFormat: d3.format("d"), show: (value) => `round ${value}` },
     seconds: { label: "seconds", show: (value) => `${short(value)} s` },
     bytes: { label: "bytes moved", tickFormat: bytes, show: bytes },
+    epsilon: { label: "epsilon", show: (value) => `epsilon ${short(value)}` },
   };
   const onPaper = (colour) => (colour === "#000000" ? "currentColor" : colour); // black is lost on a dark page
   const colourOf = (number) => onPaper(data.colours[number % data.colours.length]);
@@ -52,7 +53,7 @@
   function band(runs, measure, axis, k) {
     const tables = runs.map((run) => {
       const values = smooth(run.values[measure] ?? [], k);
-      const places = d3.range(values.length).filter((i) => values[i] !== null);
+      const places = d3.range(values.length).filter((i) => values[i] !== null && (run[axis]?.[i] ?? null) !== null);
       return new Map(places.map((i) => [run.round[i], { x: run[axis][i], y: values[i] }]));
     });
     const rounds = [...(tables[0]?.keys() ?? [])].filter((round) => tables.every((table) => table.has(round)));

@@ -1,0 +1,67 @@
+"""The noise of `dp` for a wanted epsilon, before a run begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fedbasin.core.expressions import parse
+from fedbasin.core.method import Method, Sampling, Wrapper
+from fedbasin.core.rng import root
+from fedbasin.experiment.config import ConfigError, Experiment
+from fedbasin.methods.dp import DP
+from fedbasin.methods.parts.accounting import noise_for
+from fedbasin.sim.participation import sampling_of
+
+
+def calibrated(experiment: Experiment, epsilon: float | None, delta: float | None) -> Experiment:
+    """Return the run with the smallest noise whose rounds together cost no more than epsilon.
+
+    Args:
+        experiment: a run of `dp`, inside averagers and server optimisers too.
+        epsilon: what all rounds may cost; None keeps the noise.
+        delta: the chance that the guarantee fails; None keeps that of `dp`.
+    """
+    method: Method = parse(experiment.method, "method")
+    private = _private(method)
+    if private is None:
+        raise ConfigError(
+            f"epsilon and delta: method = {method} adds no noise; write method = "
+            "\"dp(fedavg(weighting='uniform'), clip=1.0)\""
+        )
+    if delta is not None:
+        private = replace(private, delta=delta)
+    if epsilon is not None:
+        if not epsilon > 0:
+            raise ConfigError(f"epsilon must be above 0, got {epsilon:g}")
+        found = noise_for(epsilon, experiment.rounds, private.delta, _sampling(experiment, private))
+        private = replace(private, noise=float(np.ceil(1e4 * found) / 1e4))
+    return replace(experiment, method=str(_with(method, private)))
+
+
+def _sampling(experiment: Experiment, private: DP) -> Sampling:
+    where = experiment.partition
+    if not where.clients:
+        raise ConfigError(
+            "epsilon: the noise follows from the number of clients; set partition.clients, or give "
+            "dp(noise=...) and read epsilon in the record"
+        )
+    clients = where.clients - int(where.unseen * where.clients)
+    participation = parse(experiment.sim.participation, "participation")
+    drawn = sampling_of(participation, np.arange(clients), root(experiment.seed))
+    return drawn if private.noise_by == "server" else drawn._replace(kind="other")
+
+
+def _private(method: Method) -> DP | None:
+    if isinstance(method, DP):
+        return method
+    return _private(method.inner) if isinstance(method, Wrapper) else None
+
+
+def _with(method: Method, private: DP) -> Method:
+    """Return the method with another `dp` inside."""
+    if isinstance(method, DP):
+        return private
+    assert isinstance(method, Wrapper)
+    return replace(method, inner=_with(method.inner, private))  # type: ignore[type-var]

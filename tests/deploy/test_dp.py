@@ -1,0 +1,171 @@
+"""Client-level privacy in a federation: who draws noise, who takes part, what is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
+
+from deploy.grids import LocalGrid, app_for, strategy_for
+from flwr.app import ArrayRecord, Error, Message
+
+from fedbasin.core.expressions import parse
+from fedbasin.deploy import Guard, Secure
+from fedbasin.deploy.clients import TooFewNodes
+from fedbasin.testing import toy_federation
+
+EVERYONE = "fraction(rate=1.0)"
+UNIFORM = "fedavg(weighting='uniform')"
+
+
+def run(expression, who=EVERYONE, rounds=2, grid=LocalGrid, **settings):
+    """Run a federation of six clients; return the strategy and the grid."""
+    method = parse(expression, "method")
+    federation = toy_federation(method, rounds=rounds, participation=who)
+    nodes = grid(app_for(federation), 6)
+    strategy = strategy_for(federation, method, **settings)
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
+    strategy.start(nodes, arrays, num_rounds=rounds, timeout=2)
+    return strategy, nodes
+
+
+def asked(grid):
+    """Return how many clients were sent a model in each round."""
+    rounds = [
+        message.content["config"]["server-round"]
+        for message in grid.sent
+        if message.metadata.message_type == "train"
+    ]
+    return [rounds.count(number) for number in sorted(set(rounds))]
+
+
+@pytest.mark.parametrize("noise_by", ["server", "clients"])
+def test_without_noise_it_gives_the_simulators_model(noise_by):
+    source = f"wima(dp({UNIFORM}, clip=0.2, noise=0.0, noise_by='{noise_by}'))"
+    strategy, _ = run(source)
+    federation = toy_federation(parse(source, "method"), rounds=2, participation=EVERYONE)
+    *_, (simulated, record) = federation.rounds_from(*federation.begin())
+    torch.testing.assert_close(strategy._server.send, simulated.send, rtol=1e-9, atol=1e-11)
+    assert strategy._record.notes["clip"] == record.notes["clip"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("noise_by", ["server", "clients"])
+def test_noise_is_new_in_every_start_and_of_the_stated_size(noise_by):
+    """Clip 1e-6 and noise 1e6: what the model moves by is the noise alone, of std 1 on the sum."""
+    source = f"dp({UNIFORM}, clip=1e-6, noise=1e6, noise_by='{noise_by}')"
+    moves = []
+    for _ in range(5):
+        strategy, _ = run(source, rounds=1)
+        net = toy_federation(parse(UNIFORM, "method")).net
+        moves.append((strategy._server.send - net.initial()[0]).numpy() * 6)
+    moves = np.stack(moves)
+    assert len(np.unique(moves[:, 0])) == 5
+    assert moves.std() == pytest.approx(1, abs=4 / np.sqrt(2 * moves.size))
+    assert abs(np.corrcoef(moves[0], moves[1])[0, 1]) < 0.8
+
+
+def test_who_takes_part_is_drawn_anew_and_empty_cohorts_are_noised():
+    sizes = []
+    for _ in range(4):
+        strategy, grid = run(f"dp({UNIFORM})", who="poisson(rate=0.15)", rounds=4)
+        sizes.append(tuple(asked(grid)))
+        assert strategy._server.round == 4
+    assert len(set(sizes)) > 1
+    assert any(len(each) < 4 for each in sizes)  # a round in which nobody was asked
+    assert strategy._context.sampling == ("poisson", pytest.approx(0.9), 6)
+
+
+def test_of_other_draws_nothing_is_gained():
+    strategy, _ = run(f"dp({UNIFORM})", who="count(clients=2)", rounds=1)
+    assert strategy._context.sampling == ("other", 2.0, 6)
+
+
+class OneGone(LocalGrid):
+    """Client 0 never trains."""
+
+    def push_messages(self, messages):
+        ids = super().push_messages(messages)
+        for message in messages:
+            node = message.metadata.dst_node_id
+            if message.metadata.message_type == "train" and self.client(node) == 0:
+                gone = Message(Error(3, "the node is gone"), reply_to=message)
+                gone.metadata.__dict__["_src_node_id"] = node
+                self._inbox[message.metadata.message_id] = [gone]
+        return ids
+
+
+def test_nobody_is_asked_in_place_of_a_client_that_does_not_answer():
+    """They were not drawn, and accounting counts on the draw."""
+    strategy, grid = run(
+        f"dp({UNIFORM})", who="poisson(rate=0.5)", rounds=3, grid=OneGone, min_train_nodes=6
+    )
+    assert strategy._server.round == 3
+    _, grid = run(f"dp({UNIFORM})", "count(clients=5)", 1, OneGone, min_train_nodes=5)
+    assert asked(grid) == [5]
+    # A plain run asks again, until it gives up.
+    with pytest.raises(TooFewNodes):
+        run(UNIFORM, EVERYONE, 1, OneGone, min_train_nodes=6, patience=0.1)
+
+
+def test_a_guard_is_refused_because_it_compares_clients():
+    with pytest.raises(ValueError, match="no accounting allows"):
+        run(f"dp({UNIFORM})", guard=Guard())
+
+
+def test_what_others_send_does_not_decide_about_a_reply():
+    """A loss far beyond the cohort's costs a plain client its round, and a private one nothing."""
+
+    def lie(client, reply):
+        if client == 0:
+            reply.content["metrics"]["last-loss"] = 1e9
+        return [reply]
+
+    counts = []
+    for source in (f"dp({UNIFORM}, noise=0.0)", UNIFORM):
+        method = parse(source, "method")
+        federation = toy_federation(method, rounds=1, participation=EVERYONE)
+        grid = LocalGrid(app_for(federation), 6, tamper=lie)
+        strategy = strategy_for(federation, method)
+        arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
+        strategy.start(grid, arrays, num_rounds=1, timeout=5)
+        counts.append(strategy._record.replies)
+    assert counts == [6, 5]
+
+
+def test_local_noise_does_not_follow_from_the_seed():
+    """The server knows the seed; two runs of it must not give one client's noise twice."""
+    source = "fedavg(weighting='uniform', local=local_dp(clip=1e-6, noise=1e6))"
+    first, again = (run(source, rounds=1)[0]._server.send for _ in range(2))
+    assert not torch.allclose(first, again)
+
+
+# Under secure aggregation.
+
+SECURE = Secure(clip=30.0, bits=28)
+
+
+def test_clients_noise_runs_under_secure_aggregation():
+    """The server opens a sum that carries the noise already, and counts what came."""
+    source = f"dp({UNIFORM}, clip=1e-6, noise=1e6, noise_by='clients')"
+    strategy, _ = run(source, rounds=2, secure=SECURE)
+    assert strategy._record.replies == 6
+    assert strategy._server.state.own.released == 2
+    assert strategy._server.state.own.shares == pytest.approx(2.0)
+    net = toy_federation(parse(UNIFORM, "method")).net
+    moved = (strategy._server.send - net.initial()[0]).numpy() * 6 / np.sqrt(2)
+    assert 0.6 < moved.std() < 1.5
+
+
+def test_under_secure_aggregation_it_gives_the_simulators_model():
+    source = f"fedavgm(dp({UNIFORM}, clip=0.2, noise=0.0, noise_by='clients'))"
+    strategy, _ = run(source, secure=replace(SECURE, clip=1.0))
+    federation = toy_federation(parse(source, "method"), rounds=2, participation=EVERYONE)
+    *_, (simulated, _) = federation.rounds_from(*federation.begin())
+    torch.testing.assert_close(strategy._server.send, simulated.send, rtol=0, atol=1e-6)
+
+
+def test_the_servers_noise_cannot_hide_what_it_does_not_see():
+    with pytest.raises(ValueError, match="noise_by='clients'"):
+        run(f"dp({UNIFORM})", secure=SECURE)
