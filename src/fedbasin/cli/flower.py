@@ -102,7 +102,9 @@ def up(
     ] = None,
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="A node's own table, in order; once a node. The app reads it."),
+        typer.Option(
+            help="A node's own table; repeat it for each node, in order. The app reads it."
+        ),
     ] = None,
     tls: Annotated[
         bool, typer.Option(help="Encrypt messages and let nodes prove who they are.")
