@@ -9,7 +9,7 @@ EXTRA ?= core
 FLOWER ?= 1.40.0 1.41.0 # the range in pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-flower-versions test-federation test-kills lock sbom audit lint docs format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test test-flower test-flower-versions test-federation test-kills lock sbom audit lint docs stranger format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -53,7 +53,10 @@ lint: $(VENV)/.dev ## check format, style, types and who imports whom
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.docs ## run the notebooks and build the docs site into site/, which opens from disk
-	PATH="$(CURDIR)/$(BIN):$$PATH" FEDBASIN_RUN_NOTEBOOKS=true $(BIN)/mkdocs build --strict --quiet
+	PATH="$(CURDIR)/$(BIN):$$PATH" FEDBASIN_RUN_NOTEBOOKS=true $(BIN)/mkdocs build --strict
+
+stranger: ## the path of a new user, timed: clone, first table, own CSV, own federation (minutes)
+	tests/stranger.sh
 
 format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff format .

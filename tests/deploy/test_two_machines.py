@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import pandas
 import pytest
 from typer.testing import CliRunner
 
@@ -31,7 +32,7 @@ BLOCK = re.compile(r"<!-- on: (\w+) -->\n```bash\n(.*?)```", re.DOTALL)
 def commands():
     """Return the page's commands in order, each with the machine that it is for."""
     found = [(m[1], line) for m in BLOCK.finditer(PAGE) for line in m[2].strip().splitlines()]
-    assert len(found) == 7
+    assert len(found) == 9
     return found
 
 
@@ -118,8 +119,11 @@ def test_the_page_runs_as_written(tmp_path):
     # One machine cannot give two nodes the same port for their own processes.
     sites[1].changes |= {
         "partition-id=0": "partition-id=1",
-        "--superlink": "--port 9094 --superlink",
+        "flower-supernode": "flower-supernode --port 9094",
     }
+    for folder, name, rows in ((server, "sample", 60), *((site, "rows", 40) for site in sites)):
+        frame = pandas.DataFrame({"age": range(rows), "died": ["yes", "no"] * (rows // 2)})
+        frame.to_csv(folder.folder / f"{name}.csv", index=False)
     try:
         for where, line in commands():
             if line.startswith("flower-superlink"):
@@ -130,8 +134,13 @@ def test_the_page_runs_as_written(tmp_path):
                     time.sleep(0.5)
             elif line.startswith("flower-supernode"):
                 for site in sites:
-                    shutil.copy(server.folder / "keys" / "ca.crt", site.folder)
                     site.start(line)
+            elif "--facts" in line:
+                for site in sites:
+                    shutil.copy(server.folder / "keys" / "ca.crt", site.folder)
+                    shutil.copy(server.folder / "facts.json", site.folder)
+                    shutil.copytree(server.folder / "my_federation", site.folder / "my_federation")
+                    site.run(line)
             elif "register" in line:
                 settings = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
                 for old, new in changes.items():

@@ -140,7 +140,7 @@ class Comparison(Sequence[RunResult]):
 
     @property
     def verdict(self) -> str:
-        """One sentence: which method is best, and whether the seeds can tell."""
+        """Which method has the best mean, and whether the seeds can tell."""
         return verdict(self._read())
 
     def report(self, path: Path | str = "report.html") -> Path:

@@ -86,7 +86,7 @@ class Tuned:
 
     @property
     def verdict(self) -> str:
-        """One sentence: which tuned method is best, and whether the seeds can tell."""
+        """Which tuned method has the best mean, and whether the seeds can tell."""
         return verdict_of(self.outcome)
 
     def report(self, path: Path | str = "report.html") -> Path:

@@ -379,13 +379,20 @@ def tune(
     tuning_seeds: Annotated[int, typer.Option(help="Runs of each setting.")] = 2,
     final_seeds: Annotated[int, typer.Option(help="Runs of each chosen setting.")] = 10,
     halving: Annotated[
-        int, typer.Option(help="Keep one in so many settings at each rung; 0: run all to the end.")
+        int,
+        typer.Option(
+            help="Successive halving: keep one in this many at each step; 0: run all to the end."
+        ),
     ] = 0,
     validation: Annotated[
         float, typer.Option(help="Share of each client's rows that settings are chosen on.")
     ] = 0.2,
     sampler: Annotated[
-        str, typer.Option(click_type=click.Choice(["sobol", "tpe"]), help="tpe needs Optuna.")
+        str,
+        typer.Option(
+            click_type=click.Choice(["sobol", "tpe"]),
+            help="How settings are drawn; tpe needs Optuna.",
+        ),
     ] = "sobol",
     seed: Annotated[int, typer.Option(help="Randomness of the settings.")] = 0,
     baseline: Annotated[str, typer.Option(help="fedavg by default, else the first method.")] = "",

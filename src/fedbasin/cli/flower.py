@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ from rich.progress import TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from fedbasin.api.progress import bar, tell_a_log
+from fedbasin.cli.flower_check import check
 from fedbasin.cli.flower_keys import app as keys_app
 from fedbasin.core.record import RunFolder, headline_of, latest_score
 
@@ -30,23 +32,61 @@ app = typer.Typer(
     help="Run the same methods in a real federation, on Flower (needs the extra flower).",
 )
 app.add_typer(keys_app, name="keys")
+app.command()(check)
 console = Console()
+
+
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="A setting of the run or the federation, as in local.lr=0.05. May be repeated.",
+    ),
+]
 
 
 @app.command()
 def new(
     folder: Annotated[Path, typer.Argument(help="A new folder; its name is the app's.")],
+    set_: Assignments = None,
+    seed: Annotated[int | None, typer.Option(help="The run's seed.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A table that may be shared, on this machine. It fixes how every node's own table "
+            "becomes numbers, and the server scores on some of its rows."
+        ),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="The column of --data to predict.")] = None,
 ) -> None:
     """Write a complete Flower app: settings, ServerApp, ClientApp.
 
-    It runs as it is: fedbasin flower up FOLDER, or flwr run FOLDER.
+    It runs as it is: fedbasin flower up FOLDER, or flwr run FOLDER. Without --data, its nodes share
+    out a public dataset. With --data and --target, each node names a table of its own.
     """
-    _check_installed()
+    check_installed()
     from fedbasin.deploy import write_app
 
-    for path in write_app(folder):
+    settings = _flat(set_, seed)
+    encoding = ""
+    if (data is None) != (target is None):
+        raise ValueError("--data and --target belong together: a table, and the column to predict")
+    if data is not None and target is not None:
+        from fedbasin.data import from_table
+
+        made = from_table(data, target).encoding
+        assert made is not None  # every table has one
+        encoding = made.to_json()
+        own = {"federation.sample": str(data.resolve()), "partition.how": "iid"}
+        settings = {**own, "data.proxy_per_class": 0, **settings}
+    with TemporaryDirectory() as scratch:  # a bad setting is told before anything is written
+        trial = Path(scratch) / folder.resolve().name
+        write_app(trial, settings, encoding)
+        _check_settings(trial)
+    for path in write_app(folder, settings, encoding):
         console.print(Text(f"  {path}"), soft_wrap=True)
-    console.print(Text(f"Run it: fedbasin flower up {folder}"), soft_wrap=True)
+    tables = " --data SITE0.csv --data SITE1.csv" if encoding else ""
+    console.print(Text(f"Run it: fedbasin flower up {folder}{tables}"), soft_wrap=True)
 
 
 @app.command()
@@ -54,7 +94,18 @@ def up(
     folder: Annotated[
         Path | None, typer.Argument(help="A Flower app; without one, a new app of ours.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes (clients).")] = 3,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many SuperNodes (clients).", show_default="3, or one a --data"
+        ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A node's own table; repeat it for each node, in order. The app reads it."
+        ),
+    ] = None,
     tls: Annotated[
         bool, typer.Option(help="Encrypt messages and let nodes prove who they are.")
     ] = False,
@@ -67,6 +118,8 @@ def up(
     ] = False,
     method: Annotated[str | None, typer.Option(help="How the server merges.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The run's seed.")] = None,
+    set_: Assignments = None,
     out: Annotated[
         Path | None, typer.Option(help="Where records and logs go; a run that is there is resumed.")
     ] = None,
@@ -78,8 +131,13 @@ def up(
     temporary certificates and node keys for --tls. To resume a stopped run, give the same
     --out. Nothing is reported to anyone.
     """
-    _check_installed()
+    check_installed()
     _check_given(folder, method)
+    tables = _tables(folder, data, simulate)
+    if tables and nodes not in (None, len(tables)):
+        raise ValueError(f"--nodes {nodes}, and {len(tables)} times --data: give each node one")
+    nodes = nodes or len(tables) or 3
+    own = _flat(set_, seed)
     if secure:
         _check_secure(folder, method)
     from fedbasin.deploy import write_app
@@ -91,16 +149,17 @@ def up(
         folder = place / "app"
         if not folder.exists():
             write_app(folder)
+    _check_known(folder, own)
     settings: dict[str, Any] = {
         "federation.folder": str(run.path),
         "federation.min-nodes": nodes,
         "partition.clients": nodes,
-    }
+    } | own
     given = (("method", method), ("rounds", rounds), ("federation.secure", secure or None))
     settings |= {key: value for key, value in given if value is not None}
     kind = "simulated clients" if simulate else "SuperNodes"
     console.print(Text(f"Starting a SuperLink and {nodes} {kind}; logs: {place}"), soft_wrap=True)
-    with _told_to_end(), LocalFederation(place, nodes, tls, simulate) as federation:
+    with _told_to_end(), LocalFederation(place, nodes, tls, simulate, data=tables) as federation:
         _run(federation, folder, settings, run, timeout)
     summary = run.read_summary()
     headline = headline_of(summary)
@@ -124,7 +183,7 @@ def down(
 
     Records stay; fedbasin flower up with the same --out resumes the run.
     """
-    _check_installed()
+    check_installed()
     from fedbasin.deploy.federation import end, running
 
     if folder is None:
@@ -215,6 +274,62 @@ def _run(
         )
 
 
+def _flat(assignments: list[str] | None, seed: int | None) -> dict[str, Any]:
+    """Return settings by dotted name; refuse what Flower cannot carry."""
+    from fedbasin.core.settings import flatten
+    from fedbasin.deploy.app import check_setting
+    from fedbasin.experiment.config import override
+
+    given = flatten(override({}, assignments or []))
+    for name, value in given.items():
+        check_setting(name, value)
+    return given if seed is None else given | {"seed": seed}
+
+
+def _check_settings(folder: Path) -> None:
+    """Read the settings of a new app as its server will; a bad one is told now."""
+    from fedbasin.deploy import nested
+    from fedbasin.deploy.app import read_app
+    from fedbasin.experiment import from_mapping
+
+    settings = nested(read_app(folder))
+    settings.pop("federation", None)
+    from_mapping(settings).resolved()
+
+
+def _check_known(folder: Path, own: dict[str, Any]) -> None:
+    """Refuse settings that the app does not have: Flower overrides only those that it has."""
+    from fedbasin.core.suggest import nearest
+    from fedbasin.deploy.app import read_app
+
+    known = read_app(folder)
+    for name in own:
+        if name not in known:
+            raise ValueError(
+                f"--set {name}: {folder}/pyproject.toml has no such setting; "
+                f"{nearest(name, known)}, or write it there below [tool.flwr.app.config]"
+            )
+
+
+def _tables(folder: Path | None, data: list[Path] | None, simulate: bool) -> list[Path]:
+    """Check the nodes' own tables."""
+    if not data:
+        return []
+    if folder is None:
+        raise ValueError(
+            "--data needs an app that reads tables: fedbasin flower new my_app --data SAMPLE.csv "
+            "--target COLUMN, then fedbasin flower up my_app --data SITE0.csv --data SITE1.csv"
+        )
+    if simulate:
+        raise ValueError("--simulate: simulated nodes have no files of their own; leave it out")
+    for path in data:
+        if not path.exists():
+            raise ValueError(f"--data: there is no {path}")
+        if "'" in str(path.resolve()):
+            raise ValueError(f"--data: Flower cannot take the apostrophe in {path}; rename it")
+    return data
+
+
 def _rounds(folder: Path) -> int | None:
     """Return the rounds of an app's settings; None if they do not say."""
     said: Any = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
@@ -255,6 +370,7 @@ def _check_secure(folder: Path | None, method: str | None) -> None:
         check_method(parse(method, "method"))
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Refuse where Flower is missing."""
     if find_spec("flwr") is None:
         raise ValueError("this needs Flower: pip install 'fedbasin[flower]'")

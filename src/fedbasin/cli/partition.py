@@ -38,7 +38,10 @@ def partition(
     clients: Annotated[int, typer.Option(help="How many clients share the training rows.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed; the same one gives the same split.")] = 0,
     imbalance: Annotated[
-        float, typer.Option(help="Smallest over largest class: thin to a long tail first.")
+        float,
+        typer.Option(
+            help="Thin the classes to a long tail: size of the smallest over the largest."
+        ),
     ] = 1.0,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder of <owner>/<dataset> mirrors.")
@@ -52,7 +55,7 @@ def partition(
     Where targets have no classes, sizes and mean targets are shown.
 
     A run with the same data, partition, seed and imbalance (and no proxy set, rows held out or
-    corrupted clients) uses this very split.
+    corrupted clients) uses the same split.
     """
     from fedbasin.core.rng import root  # imports torch, which would delay --help
 

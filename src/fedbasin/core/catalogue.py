@@ -129,7 +129,7 @@ def entry(
 ) -> Callable[[T], T]:
     """Enter a frozen dataclass or a function in the catalogue.
 
-    A name that another thing has is an error. The same definition executed again, as in a notebook
+    A name that is taken already is an error. The same definition executed again, as in a notebook
     cell that is run twice, replaces the earlier one.
     """
 

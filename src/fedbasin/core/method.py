@@ -259,7 +259,7 @@ class Replies:
 
 @dataclass(frozen=True)
 class Served:
-    """What a round gives: where clients start next, and the model that counts."""
+    """The result of a round: the model that clients start from next, and the one that is scored."""
 
     send: Tensor  # [P] broadcast to the next cohort
     score: Tensor  # [P] evaluated and shipped
@@ -330,7 +330,7 @@ class Method(ABC):
         return None
 
     def cautions(self, setting: Setting) -> Iterator[str]:
-        """Yield why the method may not do what its paper says in such a run."""
+        """Yield warnings: why, with these settings, the method may not behave as in its paper."""
         for rule in self.rules():
             yield from rule.cautions(setting)
 
@@ -409,7 +409,7 @@ class Wrapper(Method):
     def step(
         self, own: Any, server: Tensor, fresh: Served, replies: Replies, context: Context
     ) -> tuple[Served, Any]:
-        """Turn what the inner method made of this round into what is served."""
+        """Turn the inner method's result of this round into this method's."""
         return fresh, own
 
     def init(self, server: Tensor, context: Context) -> Wrapped:

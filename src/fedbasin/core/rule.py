@@ -90,7 +90,7 @@ class SurveyBatch(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """How a run trains, as far as a rule or a method may warn about it."""
+    """The training settings that a rule or a method may warn about."""
 
     momentum: float  # of the clients' SGD
     weight_decay: float
@@ -161,7 +161,7 @@ class LocalRule:
         return start.client_state, ()
 
     def cautions(self, setting: Setting) -> Iterator[str]:
-        """Yield why this rule may not do what its paper says in such a run."""
+        """Yield warnings: why, with these settings, the rule may not behave as in its paper."""
         yield from ()
 
 

@@ -67,7 +67,7 @@ class Sink:
         """Take the summary of a run whose ``status`` is finished, stopped or diverged."""
 
     def close(self) -> None:
-        """Let go of files and connections; called after `open`, however the run ends."""
+        """Close files and connections; called after `open`, however the run ends."""
 
 
 @dataclass(frozen=True)

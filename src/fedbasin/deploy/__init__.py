@@ -2,7 +2,7 @@
 
 from fedbasin.deploy.app import first_arrays, nested, strategy_of, write_app
 from fedbasin.deploy.client import ClientSetup, app_of, client_app, place
-from fedbasin.deploy.own_rows import node_table, read_encoding
+from fedbasin.deploy.own_rows import node_table, read_encoding, read_table
 from fedbasin.deploy.replies import Guard
 from fedbasin.deploy.secure import Secure
 from fedbasin.deploy.settings import Handling, Records, ServerSide
@@ -23,6 +23,7 @@ __all__ = [
     "node_table",
     "place",
     "read_encoding",
+    "read_table",
     "strategy_of",
     "write_app",
 ]

@@ -152,7 +152,7 @@ def client_app(
     """Make a ClientApp from a model, the clients' data and a method.
 
     Args:
-        model: makes the network, or is it.
+        model: the network, or a function that makes it.
         data: returns the rows of a client, called with ``(client, clients)`` or with Flower's
             context of the node: a `fedbasin.data.Dataset`, whose train rows are this client's and
             whose test rows it evaluates on; arrays ``(x, y)`` of any type; or a `Shard`. Nodes

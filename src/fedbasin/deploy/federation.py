@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +48,7 @@ class LocalFederation:
         simulate: whether Flower's simulation engine (Ray) takes the place of SuperNodes.
         patience: seconds that a process may take to start.
         environment: further variables for all processes.
+        data: the table of each node, in its node configuration; empty where nodes name none.
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class LocalFederation:
     simulate: bool = False
     patience: float = 120.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    data: Sequence[Path] = ()
     _mark: str = field(default_factory=lambda: secrets.token_hex(8))
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _started: set[str] = field(default_factory=set)
@@ -67,6 +69,10 @@ class LocalFederation:
             raise ValueError(f"nodes must be at least 1, got {self.nodes}")
         if self.tls and self.simulate:
             raise ValueError("simulated nodes send nothing over a network: leave tls out")
+        if self.data and len(self.data) != self.nodes:
+            raise ValueError(f"{len(self.data)} tables for {self.nodes} nodes: give each node one")
+        if self.data and self.simulate:
+            raise ValueError("simulated nodes have no files of their own: leave simulate out")
         self.folder = self.folder.resolve()
 
     def __enter__(self) -> LocalFederation:
@@ -136,6 +142,8 @@ class LocalFederation:
         facts = (
             f"partition-id={node} num-partitions={self.nodes} state-dir='{self.folder / 'states'}'"
         )
+        if self.data:
+            facts += f" data='{self.data[node].resolve()}'"
         command = (
             *security,
             *("--superlink", f"127.0.0.1:{self._port}"),

@@ -117,6 +117,17 @@ def node_table(context: Context, encoding: Encoding | Path | str, **settings: An
             f"the node does not say where its table is ({PATH} is {path!r}): start it with "
             f"--node-config \"{PATH}='/srv/site-a.csv'\" beside its partition-id"
         )
+    return read_table(path, encoding, **settings)
+
+
+def read_table(path: Path | str, encoding: Encoding | Path | str, **settings: Any) -> Dataset:
+    """Read a table as an encoding says; errors name the file.
+
+    Args:
+        path: the table.
+        encoding: the encoding, or the path of its file.
+        settings: further arguments of `fedbasin.data.from_table`, such as ``test=0.3``.
+    """
     if not isinstance(encoding, Encoding):
         encoding = read_encoding(encoding)
     targets = encoding.targets
@@ -124,7 +135,7 @@ def node_table(context: Context, encoding: Encoding | Path | str, **settings: An
     try:
         return from_table(path, target, encoding=encoding, **settings)
     except DataError as error:
-        told = "" if path in str(error) else f"{path}: "
+        told = "" if str(path) in str(error) else f"{path}: "
         raise DataError(f"{told}{error}") from error
 
 

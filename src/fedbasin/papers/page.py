@@ -6,6 +6,7 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import resources
 
 from fedbasin.papers.beside import HEADER, Compared, Lines, basis, compare_lines, why
 from fedbasin.papers.grid import reason
@@ -95,6 +96,7 @@ def page(results: Sequence[Result]) -> str:
         for table, its_lines in zip(tables, lines, strict=True)
     ]
     blocks.append(_overview(counted))
+    blocks.append((resources.files("fedbasin.papers") / "in_short.md").read_text(encoding="utf-8"))
     for name in paper_names():
         paper = load_paper(name)
         head = f"## {paper.title}\n\n[{paper.venue}]({paper.url})\n\nWhere the runs differ:\n\n"
