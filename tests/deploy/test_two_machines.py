@@ -106,6 +106,29 @@ def reached(port):
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def wait_for(port, machine):
+    end = time.monotonic() + 180
+    while not reached(port):
+        assert time.monotonic() < end, (machine.folder / "log").read_text()[-3000:]
+        time.sleep(0.5)
+
+
+def write_settings(server):
+    """Write what the page says about Flower's settings of the server."""
+    settings = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
+    for old, new in server.changes.items():
+        settings = settings.replace(old, new)
+    (server.folder / "flower").mkdir(exist_ok=True)
+    (server.folder / "flower" / "config.toml").write_text(settings)
+
+
+def hand_out(server, site):
+    """Give a site what the page says that it gets from the server."""
+    shutil.copy(server.folder / "keys" / "ca.crt", site.folder)
+    shutil.copy(server.folder / "facts.json", site.folder)
+    shutil.copytree(server.folder / "my_federation", site.folder / "my_federation")
+
+
 @pytest.mark.skipif(
     not os.environ.get("FEDBASIN_TEST_FEDERATION"),
     reason="starts a SuperLink and SuperNodes: make test-federation",
@@ -128,25 +151,16 @@ def test_the_page_runs_as_written(tmp_path):
         for where, line in commands():
             if line.startswith("flower-superlink"):
                 server.start(line)
-                end = time.monotonic() + 180
-                while not reached(9092):
-                    assert time.monotonic() < end, (server.folder / "log").read_text()[-3000:]
-                    time.sleep(0.5)
+                wait_for(9092, server)
             elif line.startswith("flower-supernode"):
                 for site in sites:
                     site.start(line)
             elif "--facts" in line:
                 for site in sites:
-                    shutil.copy(server.folder / "keys" / "ca.crt", site.folder)
-                    shutil.copy(server.folder / "facts.json", site.folder)
-                    shutil.copytree(server.folder / "my_federation", site.folder / "my_federation")
+                    hand_out(server, site)
                     site.run(line)
             elif "register" in line:
-                settings = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
-                for old, new in changes.items():
-                    settings = settings.replace(old, new)
-                (server.folder / "flower").mkdir(exist_ok=True)
-                (server.folder / "flower" / "config.toml").write_text(settings)
+                write_settings(server)
                 for site in sites:
                     shutil.copy(site.folder / "node.pub", server.folder)
                     server.run(line)
