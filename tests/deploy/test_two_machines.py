@@ -113,6 +113,11 @@ def wait_for(port, machine):
         time.sleep(0.5)
 
 
+def write_rows(machine, name, count):
+    frame = pandas.DataFrame({"age": range(count), "died": ["yes", "no"] * (count // 2)})
+    frame.to_csv(machine.folder / name, index=False)
+
+
 def write_settings(server):
     """Write what the page says about Flower's settings of the server."""
     settings = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
@@ -144,9 +149,9 @@ def test_the_page_runs_as_written(tmp_path):
         "partition-id=0": "partition-id=1",
         "flower-supernode": "flower-supernode --port 9094",
     }
-    for folder, name, rows in ((server, "sample", 60), *((site, "rows", 40) for site in sites)):
-        frame = pandas.DataFrame({"age": range(rows), "died": ["yes", "no"] * (rows // 2)})
-        frame.to_csv(folder.folder / f"{name}.csv", index=False)
+    write_rows(server, "sample.csv", 60)
+    write_rows(sites[0], "rows.csv", 40)
+    write_rows(sites[1], "rows.csv", 40)
     try:
         for where, line in commands():
             if line.startswith("flower-superlink"):
