@@ -106,6 +106,32 @@ def reached(port):
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def start_superlink(server, line):
+    server.start(line)
+    end = time.monotonic() + 180
+    while not reached(9092):
+        assert time.monotonic() < end, (server.folder / "log").read_text()[-3000:]
+        time.sleep(0.5)
+
+
+def register(server, sites, line, changes):
+    settings = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
+    for old, new in changes.items():
+        settings = settings.replace(old, new)
+    (server.folder / "flower").mkdir(exist_ok=True)
+    (server.folder / "flower" / "config.toml").write_text(settings)
+    for site in sites:
+        shutil.copy(site.folder / "node.pub", server.folder)
+        server.run(line)
+
+
+def send_to_sites(server, sites):
+    for site in sites:
+        shutil.copy(server.folder / "keys" / "ca.crt", site.folder)
+        shutil.copy(server.folder / "facts.json", site.folder)
+        shutil.copytree(server.folder / "my_federation", site.folder / "my_federation")
+
+
 @pytest.mark.skipif(
     not os.environ.get("FEDBASIN_TEST_FEDERATION"),
     reason="starts a SuperLink and SuperNodes: make test-federation",
@@ -127,32 +153,16 @@ def test_the_page_runs_as_written(tmp_path):
     try:
         for where, line in commands():
             if line.startswith("flower-superlink"):
-                server.start(line)
-                end = time.monotonic() + 180
-                while not reached(9092):
-                    assert time.monotonic() < end, (server.folder / "log").read_text()[-3000:]
-                    time.sleep(0.5)
-            elif line.startswith("flower-supernode"):
-                for site in sites:
-                    site.start(line)
-            elif "--facts" in line:
-                for site in sites:
-                    shutil.copy(server.folder / "keys" / "ca.crt", site.folder)
-                    shutil.copy(server.folder / "facts.json", site.folder)
-                    shutil.copytree(server.folder / "my_federation", site.folder / "my_federation")
-                    site.run(line)
+                start_superlink(server, line)
             elif "register" in line:
-                settings = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
-                for old, new in changes.items():
-                    settings = settings.replace(old, new)
-                (server.folder / "flower").mkdir(exist_ok=True)
-                (server.folder / "flower" / "config.toml").write_text(settings)
-                for site in sites:
-                    shutil.copy(site.folder / "node.pub", server.folder)
-                    server.run(line)
+                register(server, sites, line, changes)
+            elif where == "server":
+                server.run(line)
             else:
-                for machine in [server] if where == "server" else sites:
-                    machine.run(line)
+                if "--facts" in line:
+                    send_to_sites(server, sites)
+                for site in sites:
+                    site.start(line) if line.startswith("flower-supernode") else site.run(line)
         records = RunFolder(server.folder / "records").read_rounds()
         assert [record.clients for record in records] == [2, 2]
         assert (server.folder / "records" / "model.safetensors").exists()
