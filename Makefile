@@ -5,9 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PINS := pyproject.toml constraints.txt
+EXTRA ?= core
+FLOWER ?= 1.40.0 1.41.0 # the range in pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-federation lint docs stranger format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test test-flower test-flower-versions test-federation test-kills lock sbom audit lint docs stranger format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -24,6 +26,25 @@ test-flower: $(VENV)/.flower ## install Flower and run the tests of deploy/ that
 
 test-federation: $(VENV)/.flower ## all tests of deploy/, with SuperLinks and SuperNodes that are killed (minutes)
 	OMP_NUM_THREADS=1 FEDBASIN_TEST_FEDERATION=1 $(BIN)/python -m pytest --timeout 900 tests/deploy $(ARGS)
+
+test-kills: $(VENV)/.dev ## kill a tuned comparison at 20 random moments, and go on each time
+	OMP_NUM_THREADS=1 FEDBASIN_TEST_KILLS=20 $(BIN)/python -m pytest tests/tune/test_killed.py $(ARGS)
+
+test-flower-versions: $(PINS) ## the tests of test-flower with each version of Flower in FLOWER, each in a venv of its own
+	for version in $(FLOWER); do \
+	  $(MAKE) VENV=.venv-flower-$$version .venv-flower-$$version/.flower && \
+	  .venv-flower-$$version/bin/python -m pip install --quiet "flwr[simulation]==$$version" && \
+	  $(MAKE) VENV=.venv-flower-$$version test-flower || exit 1; \
+	done
+
+lock: $(VENV)/.audit ## write locks/*.txt anew: versions of constraints.txt with the hashes of their files
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python locks/make.py
+
+sbom: $(VENV)/.audit ## write sbom.cdx.json (CycloneDX) of the core, or of EXTRA=flower and others
+	$(BIN)/cyclonedx-py requirements locks/$(EXTRA).txt --pyproject pyproject.toml --output-reproducible --output-file sbom.cdx.json
+
+audit: $(VENV)/.audit ## look up known weaknesses of what the core, or EXTRA=flower, installs (needs a network)
+	$(BIN)/pip-audit --require-hashes --disable-pip --requirement locks/$(EXTRA).txt
 
 lint: $(VENV)/.dev ## check format, style, types and who imports whom
 	$(BIN)/ruff format --check .
@@ -74,6 +95,11 @@ $(VENV)/.dev: $(PINS) | $(BIN)/python
 $(VENV)/.flower: $(PINS) | $(VENV)/.dev
 	@echo "Installing Flower and the library for encrypted counts into $(VENV)"
 	@$(PIP) --editable '.[dev,flower,he]'
+	@touch $@
+
+$(VENV)/.audit: $(PINS) | $(BIN)/python
+	@echo "Installing what locks and audits into $(VENV)"
+	@$(PIP) 'cyclonedx-bom' 'pip-audit' 'uv'
 	@touch $@
 
 $(VENV)/.docs: $(PINS) | $(VENV)/.flower

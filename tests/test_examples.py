@@ -118,6 +118,14 @@ def test_several_labels_a_row_are_learnt(source, tmp_path, capsys):
     assert "labels a gene" in capsys.readouterr().out
 
 
+def test_texts_of_one_s_own_are_learnt(tmp_path, monkeypatch):
+    """On made texts: the real ones take minutes."""
+    monkeypatch.delenv("FEDBASIN_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    result = load("own_texts").main(tmp_path / "r", rounds=2, jobs=1)
+    assert result.best["clients"] > 1 and len(result) == 3 and result.best["accuracy_last"] > 0.1
+
+
 def test_images_in_arrays_are_learnt(source, tmp_path, capsys):
     result = load("own_images").main(tmp_path / "r", rounds=3, rows=400, jobs=1)
     assert result.best["clients"] == 10 and len(result) == 3

@@ -9,6 +9,7 @@ import pandas
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
@@ -159,3 +160,33 @@ def test_networks_of_the_table_are_trained(folder, what):
     partition = {"how": "iid", "clients": 2}
     result = fb.run(data, "r", model=names["model"], partition=partition, rounds=2, progress=False)
     assert result["headline"] == "rmse"
+
+
+def test_parts_that_are_frozen_stay(folder):
+    assert "requires_grad_(False)" in next(row[1] for row in table() if row[0] == "frozen")
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    network[0].requires_grad_(False)
+    start = {name: value.clone() for name, value in network.state_dict().items()}
+    x = np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)
+    partition = {"how": "iid", "clients": 2}
+    data = fb.data.from_arrays(x, x[:, 0])
+    trained = fb.run(data, "r", model=network, partition=partition, rounds=2, progress=False)
+    after = trained.model().state_dict()
+    same = {name: torch.equal(value, after[name]) for name, value in start.items()}
+    assert same == {"0.weight": True, "0.bias": True, "2.weight": False, "2.bias": False}
+
+
+def test_weights_of_a_file_are_the_start_of_any_network(folder):
+    (cell,) = [row[1] for row in table() if row[0] == "pretrained"]
+    (given,) = re.findall(r"`(init=[^`]+)`", cell)
+    x = np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)
+    data = fb.data.from_arrays(x, x[:, 0])
+    weights = {"weight": torch.full((1, 4), 2.0), "bias": torch.zeros(1)}
+    save_file(weights, "weights.safetensors")
+    settings = eval(f"dict({given})")
+    partition = {"how": "iid", "clients": 2}
+    run = fb.run(
+        data, "r", model=nn.Linear(4, 1), partition=partition, rounds=1, local={"lr": 1e-9},
+        progress=False, **settings,
+    )  # fmt: skip
+    torch.testing.assert_close(run.model().weight, weights["weight"], rtol=1e-4, atol=1e-4)

@@ -41,13 +41,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import fmean, stdev
 
 import torch
 
 from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import text
-from fedbasin.core.record import RunFolder, headline_of
+from fedbasin.core.record import RoundRecord, RunFolder, headline_of
 from fedbasin.data import from_table, load
 from fedbasin.experiment import Experiment
 from fedbasin.experiment.checks import check_needs
@@ -60,9 +59,12 @@ from fedbasin.experiment.config import (
 )
 from fedbasin.experiment.objects import Objects
 from fedbasin.experiment.runs import Cell, run_cell, slug
-from fedbasin.report.paired import corrected, paired_difference
-from fedbasin.tune import Request, read_over, tune
-from fedbasin.tune.search import Trial, numbered
+from fedbasin.report.page import say_difference, say_p
+from fedbasin.report.runs import Run, headline_of_runs
+from fedbasin.report.table import differences, mean_ranks, summarise
+from fedbasin.report.verdict import verdict
+from fedbasin.tuning import Request, read_over, tune
+from fedbasin.tuning.search import Trial, numbered
 
 AVERAGERS = ("ima", "wima", "swa")
 # Rules against attackers, and noise for privacy: they give up score for what is not asked here.
@@ -212,7 +214,7 @@ class Comparison:
         self.pool = pool
         self.lines = {name: read([self.file(name)]) for name in args.problems}
         self.waiting: list[Task] = []
-        self.open = dict.fromkeys(args.problems, 0)  # methods alone that have not ended
+        self.open = dict.fromkeys(args.problems, 0)  # methods that have not ended
         self.running = 0
         self.changed = threading.Condition()
         self.ends = time.monotonic() + 60 * args.minutes
@@ -228,7 +230,7 @@ class Comparison:
         """Run all methods; return whether all have ended in time."""
         for place, problem in enumerate(self.args.problems):
             base, _ = self.base(problem)
-            methods = [method for method in alone(base) if self._is_wanted(method)]
+            methods = self.args.methods.split(";") if self.args.methods else alone(base)
             for number, method in enumerate(methods):
                 heapq.heappush(self.waiting, Task((place, 0, number), problem, method))
             self.open[problem] = len(methods)
@@ -241,9 +243,6 @@ class Comparison:
             while (self.waiting or self.running) and (left := self.ends - time.monotonic()) > 0:
                 self.changed.wait(min(left, 1.0))
             return not self.waiting and not self.running
-
-    def _is_wanted(self, method: str) -> bool:
-        return not self.args.methods or method in self.args.methods.split(";")
 
     def _work(self) -> None:
         while True:
@@ -311,14 +310,11 @@ class Comparison:
             spent = sum(line["seconds"] for line in lines)
             left = (self.ends - time.monotonic()) / 60
             print(f"{task.problem} {task.method}: {spent:.0f} s, {left:.1f} min left", flush=True)
-        if not is_average(task.method):
-            self.open[task.problem] -= 1
-            if self.open[task.problem] == 0 and not self.args.no_averages:
-                for number, method in enumerate(averaged(self.lines[task.problem])):
-                    if not self._is_wanted(method):
-                        continue
-                    place = (task.place[0], 1, number)
-                    heapq.heappush(self.waiting, Task(place, task.problem, method))
+        self.open[task.problem] -= 1
+        if self.open[task.problem] == 0 and not self.args.methods:
+            for number, method in enumerate(averaged(self.lines[task.problem])):
+                place = (task.place[0], 1, number)
+                heapq.heappush(self.waiting, Task(place, task.problem, method))
 
 
 def one(problem: str, cell: Cell) -> None:
@@ -419,58 +415,69 @@ def table(args: argparse.Namespace) -> None:
     """Print the table and the verdict of each problem."""
     lines = read(args.lines)
     for problem in dict.fromkeys(line["problem"] for line in lines):
-        own = [line for line in lines if line["problem"] == problem]
         print(f"## {problem}\n")
-        print_table(own)
+        print(table_of([line for line in lines if line["problem"] == problem]))
 
 
-def print_table(lines: list[dict]) -> None:
+def table_of(lines: list[dict]) -> str:
+    """Return the verdict and the table of one problem, as the page has them."""
     final = [line for line in lines if line["kind"] == "final"]
-    higher = lines[0]["higher_is_better"]
-    scale = 100 if final and final[0]["unit"] == "%" else 1
-    digits = 1 if scale == 100 else 3
-    scores: dict[str, dict[int, float]] = {}
-    for line in final:
-        if line["score"] is not None:
-            scores.setdefault(line["method"], {})[line["seed"]] = line["score"]
-    gaps = corrected(
-        {
-            method: paired_difference(own, scores.get("fedavg", {}), higher_is_better=higher)
-            for method, own in scores.items()
-            if method != "fedavg"
-        }
-    )
-    order = sorted(scores, key=lambda m: fmean(scores[m].values()) * (-1 if higher else 1))
-    print("| method | tuned | over fedavg | p (Holm) | seeds | validation: default | chosen | by |")
-    print("|---|---|---|---|---|---|---|---|")
-    for method in order:
-        own = list(scores[method].values())
-        spread = f" ± {scale * stdev(own):.{digits}f}" if len(own) > 1 else ""
-        gap = gaps.get(method)
-        said, p = "", ""
-        if gap is not None and gap.low is not None and gap.high is not None:
-            ends = f"{scale * gap.low:+.{digits}f}, {scale * gap.high:+.{digits}f}"
-            said = f"{scale * gap.mean:+.{digits}f} [{ends}]"
-            p = f"{gap.holm:.2g}"
-        tried = [line for line in lines if line["kind"] == "trial" and line["method"] == method]
-        number = next(line["setting"] for line in final if line["method"] == method)
-        by_number = {line["setting"]: line for line in tried}
-        validation = [
-            f"{scale * by_number[n]['score']:.{digits}f}"
-            if n in by_number and by_number[n]["score"] is not None
-            else "diverged"
-            for n in (0, number)
-        ]
-        values = by_number[number]["values"] if number in by_number else {}
-        chosen = ", ".join(f"{name}={value}" for name, value in values.items())
-        print(
-            f"| `{method}` | {scale * fmean(own):.{digits}f}{spread} | {said} | {p} | {len(own)} | "
-            f"{validation[0]} | {validation[1]} | {chosen} |"
+    runs = [as_run(line) for line in final]
+    headline = headline_of_runs(runs)
+    rows = {row.method: row for row in summarise(runs, None) if row.score is not None}
+    gaps = differences(runs, "fedavg")
+    ranks = mean_ranks(runs)
+    sign = -1 if headline.higher_is_better else 1
+    chosen = {line["method"]: line["setting"] for line in final}
+    trials: dict[str, dict[int, dict]] = {}
+    for line in lines:
+        if line["kind"] == "trial":
+            trials.setdefault(line["method"], {})[line["setting"]] = line
+    said = [
+        verdict(runs),
+        "",
+        f"| method | test {headline.title} | over fedavg | p (Holm) | rank | validation: default | "
+        "chosen | setting |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for method, row in sorted(rows.items(), key=lambda item: sign * item[1].score):
+        gap = gaps[method]
+        score = headline.shown(row.score)
+        if row.spread is not None:
+            score += f" ± {headline.shown(row.spread)}"
+        if row.diverged:
+            score += f" ({row.diverged} of {row.seeds} seeds diverged)"
+        default, best = (
+            "diverged" if score is None else headline.shown(score)
+            for score in (trials[method][n]["score"] for n in (0, chosen[method]))
         )
-    lost = {line["method"] for line in lines} - set(scores)
+        p = "" if gap is None or gap.holm is None else say_p(gap.holm)
+        rank = f"{ranks[method]:.1f}" if method in ranks else ""
+        values = trials[method][chosen[method]]["values"].items()
+        setting = ", ".join(f"{name.removeprefix('local.')}={value}" for name, value in values)
+        gain = say_difference(gap, headline)
+        said.append(
+            f"| `{method}` | {score} | {gain} | {p} | {rank} | {default} | {best} | {setting} |"
+        )
+    lost = sorted(set(trials) - set(rows))
     if lost:
-        print(f"\nWithout a final score: {', '.join(sorted(lost))}.")
-    print()
+        said += ["", f"Diverged for every setting: {', '.join(lost)}."]
+    return "\n".join(said) + "\n"
+
+
+def as_run(line: dict) -> Run:
+    """Return a final run as reports take it: its score is its only record."""
+    metrics = {} if line["score"] is None else {line["headline"]: line["score"]}
+    summary = {name: line[name] for name in ("headline", "higher_is_better")}
+    return Run(
+        label=line["method"],
+        seed=line["seed"],
+        records=(RoundRecord(round=1, metrics=metrics),),
+        seconds=line["seconds"],
+        status=line["status"],
+        method=line["method"],
+        summary=summary | {"headline_unit": line["unit"]},
+    )
 
 
 def main() -> None:
@@ -482,8 +489,7 @@ def main() -> None:
     runs.set_defaults(do=run)
     runs.add_argument("out", type=Path)
     runs.add_argument("problems", nargs="+", choices=list(PROBLEMS))
-    runs.add_argument("--methods", default="", help="expressions, separated by semicolons")
-    runs.add_argument("--no-averages", action="store_true", help="methods alone")
+    runs.add_argument("--methods", default="", help="only these, separated by semicolons")
     runs.add_argument("--minutes", type=float, default=1e6, help="when to stop")
     runs.add_argument("--jobs", type=int, default=2)
     runs.add_argument("--side-by-side", type=int, default=5, help="methods in progress at once")

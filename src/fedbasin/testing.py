@@ -561,8 +561,17 @@ def check_method(method: Method, laws: Sequence[Law] = LAWS) -> None:
     """Check a method against the laws; those its card exempts, with a reason, are left out."""
     exempt = card_of(method).exempt
     for law in laws:
-        if law.__name__ not in exempt:
+        if law.__name__ in exempt:
+            continue
+        try:
             law(method)
+        except AssertionError as error:
+            name = law.__name__
+            error.add_note(
+                f"{type(method).__name__} breaks {name}. If its paper asks for that, say so in its "
+                f'card: @entry("method", ..., exempt={{"{name}": "the reason"}})'
+            )
+            raise
 
 
 def _generator(seed: int) -> torch.Generator:

@@ -62,6 +62,11 @@ def test_every_entry_of_the_house_is_a_name_of_the_package():
         assert set(names) >= {p.name for p in CATALOGUE[name].parameters}
 
 
+def test_no_room_of_the_package_hides_a_public_name():
+    rooms = {path.stem for path in Path(fb.__file__).parent.iterdir()}
+    assert rooms & set(fb.__all__) == {"data", "testing"}  # which are meant as modules
+
+
 def test_the_stub_names_what_the_package_has():
     stub = (Path(fb.__file__).parent / "__init__.pyi").read_text()
     for name in set(fb.__all__) - {"data", "testing"}:
@@ -260,7 +265,8 @@ def test_weights_from_a_file_are_the_start(data, tmp_path):
     ("model", "message"),
     [
         (lambda shape, outputs: 3, "model: <lambda> returned a int, not a torch.nn.Module"),
-        (lambda shape: nn.Linear(5, 1), r"model: <lambda> cannot be called with \(shape, classes"),
+        (lambda shape: nn.Linear(5, 1), r"model: <lambda> cannot be called with \(shape, outputs"),
+        (nn.Linear, r"model: Linear\(\(5,\), 2\) failed .*give a module, or a function"),
         (nn.Linear(5, 7), r"model: .* gives 7 outputs a row, and the task classification needs 2"),
         (nn.LazyLinear(2), "model: weight of LazyLinear has no shape yet"),
         (nn.Linear(5, 2, device="meta"), "model: weight of Linear is on the device 'meta'"),

@@ -58,6 +58,25 @@ def test_report_writes_a_page_and_figures_and_names_them(tmp_path):
     assert str(refused) == "--baseline: no run is of 'fedavgg'; did you mean fedavg?"
 
 
+def test_a_page_lies_in_its_folder_and_replaces_no_other_file(tmp_path, monkeypatch):
+    runs = tmp_path / "runs"
+    settings = ["--preset", "demo", "--jobs", 1, *TINY]
+    invoke("compare", "fedavg", "--seeds", 0, "--out", runs / "one", *settings)
+    invoke("compare", "wima(window=2)", "--seeds", "0..2", "--out", runs / "three", *settings)
+    monkeypatch.chdir(tmp_path)
+    said = invoke("report", runs)  # one seed of one method, three of another
+    assert f"4 runs in {runs / 'report.html'}\n" in said and "replaced" not in said
+    assert "replaced the page" in invoke("report", runs)
+    assert not (tmp_path / "report.html").exists()
+    invoke("report", runs / "one", runs / "three")
+    assert (tmp_path / "report.html").exists()
+    (tmp_path / "mine.html").write_text("<p>fedbasin</p>")
+    arguments = ["report", str(runs), "--out", "mine.html"]
+    refused = CliRunner().invoke(app, arguments).exception
+    assert "mine.html exists and is no page of fedbasin" in str(refused)
+    assert (tmp_path / "mine.html").read_text() == "<p>fedbasin</p>"
+
+
 def test_a_folder_without_runs_is_one_line(tmp_path, monkeypatch, capsys):
     import pytest
 

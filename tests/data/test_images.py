@@ -305,6 +305,15 @@ def test_a_dataset_that_is_not_one_image_and_one_label_is_refused(
         open_("hf:me/birds")
 
 
+def test_columns_that_hold_no_labels_are_listed_with_what_they_hold(root, rng, open_):
+    for split in ("train", "test"):
+        columns = {"image": [cell(GOOD)] * 4, "kind": ["cat"] * 4, "score": [0.5] * 4}
+        write(root / f"me/words/default/{split}-0.parquet", columns)
+    expected = r"no column of labels, that is of whole numbers.*kind \(string\), score \(double\)"
+    with pytest.raises(DataError, match=expected):
+        open_("hf:me/words")
+
+
 def test_several_label_columns_ask_for_a_choice(root, rng, open_):
     for split in ("train", "test"):
         columns = {"image": [cell(GOOD)] * 4, "fine": [0] * 4, "coarse": [1] * 4}

@@ -41,6 +41,8 @@ class LocalGrid(Grid):
     tamper: Tamper = lambda client, reply: [reply]
     shuffle: int = 7
     node_config: dict = field(default_factory=dict)
+    misstate: Tamper = lambda client, reply: [reply]  # the same for what is not training
+    carry: Callable[[Message], Message] = over_the_wire
     contexts: dict[int, Context] = field(default_factory=dict)
     sent: list[Message] = field(default_factory=list)
     _inbox: dict[str, list[Message]] = field(default_factory=dict)
@@ -86,16 +88,18 @@ class LocalGrid(Grid):
             self.sent.append(message)
             node = message.metadata.dst_node_id
             context = self.contexts[node]
-            arrived = over_the_wire(message)
+            arrived = self.carry(message)
             try:
                 reply = self.app(arrived, context)
             except Exception as error:  # as Flower's client process does
                 reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=arrived)
             reply.metadata.__dict__["_src_node_id"] = node
             replies = [reply]
-            if message.metadata.message_type == "train" and not reply.has_error():
-                replies = list(self.tamper(self.client(node), reply))
-            self._inbox[message.metadata.message_id] = [over_the_wire(r) for r in replies]
+            if not reply.has_error():
+                trains = message.metadata.message_type == "train"
+                forge = self.tamper if trains else self.misstate
+                replies = list(forge(self.client(node), reply))
+            self._inbox[message.metadata.message_id] = [self.carry(r) for r in replies]
         return [m.metadata.message_id for m in messages]
 
     def pull_messages(self, message_ids):

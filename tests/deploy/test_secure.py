@@ -23,7 +23,15 @@ from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import parse
 from fedbasin.core.protocols import NeedsGradients
 from fedbasin.core.tree import flatten
-from fedbasin.deploy import ClientSetup, FedbasinStrategy, Guard, Handling, Secure, app_of
+from fedbasin.deploy import (
+    ClientSetup,
+    FedbasinStrategy,
+    Guard,
+    Handling,
+    Secure,
+    ServerSide,
+    app_of,
+)
 from fedbasin.deploy.clients import ASK, TooFewNodes
 from fedbasin.deploy.secure.client import KEYS, SHARES, STAGES, UNMASK
 from fedbasin.methods import FedAvg
@@ -397,6 +405,13 @@ REFUSED = [
     ("fedavg", dict(handling=Handling(stream=False)), "leave stream out"),
     ("fedavg", dict(fraction_evaluate=0.5), "clients that evaluate would show"),
     ("fedavg", dict(secure=Secure(clip=1.0)), "give Secure"),
+    ("fedavg(local=logit_adjusted)", {}, "needs the clients' class counts"),
+    (
+        "fedavg(local=logit_adjusted)",
+        dict(server=ServerSide(counts="private")),
+        "needs the clients' class counts",
+    ),
+    ("dp(fedavg(weighting='uniform'))", {}, "noise_by='clients'"),
 ]
 
 

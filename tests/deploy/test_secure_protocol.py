@@ -569,6 +569,33 @@ def test_any_message_of_the_protocol_may_be_changed_on_its_way():
     assert 0 < failed < FUZZ // 15
 
 
+def test_two_clients_that_were_told_different_mask_keys_take_no_part():
+    """Their masks would not cancel. Found by the fuzz above with 10,000 messages, seed 267."""
+    parties = Parties(5, 3)
+    server = parties.server
+    parties.keys()
+    for client in range(5):
+        mail = server.keys_for(client)
+        if client == 2:
+            changed = list(mail["mask-keys"])
+            changed[3] = flipped(changed[3], 0)
+            mail["mask-keys"] = changed
+        server.take_shares(client, parties.ask(client, SHARES, mail))
+    server.close_shares()
+    refused = []
+    for client in server.masking:
+        try:
+            server.take_masked(client, *parties.masked_reply(client))
+        except Refused as reason:
+            refused.append((client, str(reason)))
+    assert [client for client, _ in refused] == [2, 3]
+    assert "the shares from client 3" in refused[0][1]
+    assert "the shares from client 2" in refused[1][1]
+    server.close_masked()
+    parties.unmask()
+    assert same(parties.opened(), parties.expected([0, 1, 4]))
+
+
 def refused_by_a_client(parties, question, mail, draws):
     """Put malformed questions to client 0; return how many it refuses."""
     refused = 0

@@ -106,30 +106,32 @@ def reached(port):
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def start_superlink(server, line):
-    server.start(line)
+def wait_for(port, machine):
     end = time.monotonic() + 180
-    while not reached(9092):
-        assert time.monotonic() < end, (server.folder / "log").read_text()[-3000:]
+    while not reached(port):
+        assert time.monotonic() < end, (machine.folder / "log").read_text()[-3000:]
         time.sleep(0.5)
 
 
-def register(server, sites, line, changes):
+def write_rows(machine, name, count):
+    frame = pandas.DataFrame({"age": range(count), "died": ["yes", "no"] * (count // 2)})
+    frame.to_csv(machine.folder / name, index=False)
+
+
+def write_settings(server):
+    """Write what the page says about Flower's settings of the server."""
     settings = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
-    for old, new in changes.items():
+    for old, new in server.changes.items():
         settings = settings.replace(old, new)
     (server.folder / "flower").mkdir(exist_ok=True)
     (server.folder / "flower" / "config.toml").write_text(settings)
-    for site in sites:
-        shutil.copy(site.folder / "node.pub", server.folder)
-        server.run(line)
 
 
-def send_to_sites(server, sites):
-    for site in sites:
-        shutil.copy(server.folder / "keys" / "ca.crt", site.folder)
-        shutil.copy(server.folder / "facts.json", site.folder)
-        shutil.copytree(server.folder / "my_federation", site.folder / "my_federation")
+def hand_out(server, site):
+    """Give a site what the page says that it gets from the server."""
+    shutil.copy(server.folder / "keys" / "ca.crt", site.folder)
+    shutil.copy(server.folder / "facts.json", site.folder)
+    shutil.copytree(server.folder / "my_federation", site.folder / "my_federation")
 
 
 @pytest.mark.skipif(
@@ -147,22 +149,29 @@ def test_the_page_runs_as_written(tmp_path):
         "partition-id=0": "partition-id=1",
         "flower-supernode": "flower-supernode --port 9094",
     }
-    for folder, name, rows in ((server, "sample", 60), *((site, "rows", 40) for site in sites)):
-        frame = pandas.DataFrame({"age": range(rows), "died": ["yes", "no"] * (rows // 2)})
-        frame.to_csv(folder.folder / f"{name}.csv", index=False)
+    write_rows(server, "sample.csv", 60)
+    write_rows(sites[0], "rows.csv", 40)
+    write_rows(sites[1], "rows.csv", 40)
     try:
         for where, line in commands():
             if line.startswith("flower-superlink"):
-                start_superlink(server, line)
-            elif "register" in line:
-                register(server, sites, line, changes)
-            elif where == "server":
-                server.run(line)
-            else:
-                if "--facts" in line:
-                    send_to_sites(server, sites)
+                server.start(line)
+                wait_for(9092, server)
+            elif line.startswith("flower-supernode"):
                 for site in sites:
-                    site.start(line) if line.startswith("flower-supernode") else site.run(line)
+                    site.start(line)
+            elif "--facts" in line:
+                for site in sites:
+                    hand_out(server, site)
+                    site.run(line)
+            elif "register" in line:
+                write_settings(server)
+                for site in sites:
+                    shutil.copy(site.folder / "node.pub", server.folder)
+                    server.run(line)
+            else:
+                for machine in [server] if where == "server" else sites:
+                    machine.run(line)
         records = RunFolder(server.folder / "records").read_rounds()
         assert [record.clients for record in records] == [2, 2]
         assert (server.folder / "records" / "model.safetensors").exists()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -210,3 +212,19 @@ def test_a_process_stopped_while_it_starts_goes_without_a_traceback(tmp_path, ca
     worker.pool.shutdown()
     assert process.exitcode == 130 and not capfd.readouterr().err
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_processes_of_a_command_that_is_ended_leave_no_warning_of_semaphores(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; "
+        "from fedbasin.experiment.pool import _WorkerProcess; "
+        "worker = _WorkerProcess(Path(sys.argv[1]), False); print('ready', flush=True); "
+        "time.sleep(99)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.readline()
+    process.terminate()
+    _, said = process.communicate(timeout=60)  # until the tracker of semaphores has ended, too
+    assert said == b""

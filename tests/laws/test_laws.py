@@ -291,8 +291,10 @@ class Forgetful(FedAvg):
 def test_hidden_state_breaks_the_resume_law():
     entry("method", name="forgetful")(Forgetful)
     try:
-        with pytest.raises(AssertionError, match="resuming"):
+        with pytest.raises(AssertionError, match="resuming") as broken:
             check_method(Forgetful(), [law for law in LAWS if "resume" in law.__name__])
+        (note,) = broken.value.__notes__
+        assert "Forgetful breaks law_resume" in note and 'exempt={"law_resume' in note
     finally:
         del CATALOGUE["forgetful"]
 

@@ -378,6 +378,18 @@ def signal_in(round):
     return ask
 
 
+def test_a_run_that_is_asked_to_stop_says_at_once_that_it_finishes_the_round(tmp_path, caplog):
+    told = []
+
+    def ask(record):
+        signal.raise_signal(signal.SIGINT)
+        told.append(list(caplog.messages))
+
+    with pytest.raises(Interrupted):
+        run(toy_federation(FedAvg(), rounds=8), RunFolder(tmp_path), {}, on_round=ask)
+    assert told == [["finishing the round, then saving; Ctrl-C again stops at once"]]
+
+
 def test_a_run_that_is_asked_to_stop_saves_its_round_first(tmp_path):
     federation = toy_federation(FedAvg(), rounds=8)
     folder = RunFolder(tmp_path)

@@ -5,53 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
+from tune.asking import ROWS, base, planted, request
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.record import RunFolder
-from fedbasin.data import from_arrays
-from fedbasin.experiment import Experiment, build
+from fedbasin.experiment import build
 from fedbasin.experiment.config import (
-    LocalConfig,
-    PartitionConfig,
-    SimConfig,
     read_experiment,
 )
-from fedbasin.experiment.objects import Objects
 from fedbasin.report.tuning import expected_best
 from fedbasin.sim.rounds import Federation
-from fedbasin.tune import Request, TuneError, read_over, tune
-from fedbasin.tune.arguments import arguments_of, with_values
-from fedbasin.tune.points import settings, sobol
-from fedbasin.tune.result import table_lines, trial_lines, tuned_rows, verdict_of, write_report
-
-ROWS = 120
-
-
-def planted(flipped: bool = False):
-    """Two classes; the first column is a row's own number, above 1000 for test rows."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(2 * ROWS, 4)).astype(np.float32)
-    y = (x[:, 1] + 0.3 * rng.normal(size=2 * ROWS) > 0).astype(np.int64)
-    x[:, 0] = 1e-6 * np.concatenate([np.arange(ROWS), 1000 + np.arange(ROWS)])
-    test = 1 - y[ROWS:] if flipped else y[ROWS:]
-    return from_arrays(x[:ROWS], y[:ROWS], test=(x[ROWS:], test), name="planted")
-
-
-def base(data=None, **changes) -> Experiment:
-    experiment = Experiment(
-        model="logistic",
-        rounds=6,
-        partition=PartitionConfig(how="iid", clients=4),
-        local=LocalConfig(lr=0.05, batch=8),
-        sim=SimConfig(participation="count(clients=2)", executor="loop", checkpoint_every=2),
-    )
-    return replace(experiment.using(Objects(data or planted())), **changes)
-
-
-def request(data=None, methods=("fedavg", "fedprox"), **options) -> Request:
-    over = read_over(options.pop("over", ["local.lr=0.001..1"]))
-    usual = {"budget": 4, "tuning_seeds": 1, "final_seeds": 2}
-    return Request(base(data), methods, over, **usual | options)
+from fedbasin.tuning import TuneError, read_over, tune
+from fedbasin.tuning.arguments import arguments_of, with_values
+from fedbasin.tuning.points import settings, sobol
+from fedbasin.tuning.result import table_lines, trial_lines, tuned_rows, verdict_of, write_report
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ from fedbasin.experiment.objects import Factory
 from fedbasin.experiment.runs import Cell, run_cells
 from fedbasin.experiment.sharing import default_jobs
 from fedbasin.report.page import say_difference, say_p
-from fedbasin.tune import Outcome, Request, space_of
-from fedbasin.tune import tune as run_request
-from fedbasin.tune.result import (
+from fedbasin.tuning import Outcome, Request, space_of
+from fedbasin.tuning import tune as run_request
+from fedbasin.tuning.result import (
     TunedRow,
     budget_lines,
     sensitivity_lines,
@@ -235,7 +235,7 @@ def run_tuning(
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1, got {jobs}")
     if on == "ray":
-        from fedbasin.tune.on_ray import run_on_ray  # needs the extra ray
+        from fedbasin.tuning.on_ray import run_on_ray  # needs the extra ray
 
         outcome = run_request(request, out, partial(run_on_ray, data_dir=data_dir, jobs=jobs))
     else:

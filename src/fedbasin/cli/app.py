@@ -302,10 +302,10 @@ def resume(
 ) -> None:
     """Resume a stopped run. The result equals an uninterrupted run."""
     import fedbasin.experiment  # noqa: F401
-    from fedbasin.core.record import RecordError
+    from fedbasin.core.record import RecordError, RunFolder
     from fedbasin.experiment.checks import check_imports
     from fedbasin.experiment.config import read_experiment
-    from fedbasin.experiment.runs import Cell
+    from fedbasin.experiment.runs import Cell, mend_wiped
 
     if not (folder / "config.toml").exists():
         several = next(folder.glob("**/config.toml"), None) is not None
@@ -315,6 +315,7 @@ def resume(
             else ""
         )
         raise RecordError(f"{folder} holds no run: there is no config.toml in it{hint}")
+    mend_wiped(RunFolder(folder))
     if not trust:
         check_imports(folder)
     layout = [Cell(read_experiment(folder / "config.toml"), folder)]
@@ -428,7 +429,7 @@ def tune(
     named = _assignments(set_, rounds=rounds, sim__device=device, task=task, model=model)
     base = _settings(config, preset, named, _table(data, target, client, task))
     from fedbasin.cli.tune import tune_and_show
-    from fedbasin.tune import Request, read_over
+    from fedbasin.tuning import Request, read_over
 
     request = Request(
         base=base,

@@ -198,6 +198,33 @@ def down(
     console.print(Text(said), soft_wrap=True)
 
 
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="A run folder with merged.jsonl.")],
+) -> None:
+    """Check the audit trail of a federation, and say who was refused.
+
+    The exit status is 1 where a line was changed, taken out or put in.
+    """
+    from fedbasin.deploy.audit import FILE, check, refusals_of
+
+    folder = RunFolder(run)
+    file = run / FILE
+    if not file.is_file():
+        raise ValueError(f"{run} has no {FILE}: name the folder of a federation's records")
+    found = check(file)
+    head = folder.read_summary().get("audit") if folder.summary.exists() else None
+    broken = found.broken
+    if not broken and head not in (None, found.head):
+        broken = "the last line is not the one in summary.json"
+    for who, times in refusals_of(file).items():
+        console.print(Text(f"refused {times} times: {who}"), soft_wrap=True)
+    told = f"changed: {broken}" if broken else "the chain holds"
+    console.print(Text(f"{file}: {found.lines} lines, {told}; {found.head}"), soft_wrap=True)
+    if broken:
+        raise typer.Exit(1)
+
+
 @contextmanager
 def _told_to_end() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C, so that no process is left behind."""

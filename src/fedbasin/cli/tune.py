@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fedbasin.api.tuned import run_tuning
-from fedbasin.tune import Request
+from fedbasin.tuning import Request
 
 
 def tune_and_show(

@@ -175,7 +175,10 @@ def card_of(thing: object) -> Card:
     for card in CATALOGUE.values():
         if card.make is type(thing):
             return card
-    raise KeyError(f"{type(thing).__name__} is not in the catalogue")
+    raise KeyError(
+        f"{type(thing).__name__} is not in the catalogue: mark it with @entry, as "
+        "examples/new_method.py does"
+    )
 
 
 def needs_of(thing: object) -> set[str]:

@@ -381,6 +381,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_wiped(path: Path) -> bool:
+    """Whether a power cut took what a file held: it is there, and holds nothing or NUL bytes."""
+    return path.is_file() and not path.read_bytes().strip(b"\0 \r\n\t")
+
+
 def write_atomically(path: Path, content: str) -> None:
     """Write a text file so that it is either the old one or the new one."""
     with replacing(path) as temporary:

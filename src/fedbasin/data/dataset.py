@@ -38,11 +38,14 @@ class Rows:
         labels: what is to be predicted. int64 ``[n]``, the class of each row; or targets without
             classes: float32 ``[n]`` or ``[n, k]``, int64 ``[n, k]`` (or ``[n]``, as counts are).
         groups: int64 ``[n]``, the writer, role or domain of each row; None without groups.
+        missing: bool ``[n, k]``, which of a table's k columns of numbers and flags had no value;
+            None where all had one.
     """
 
     inputs: NDArray[Any]
     labels: NDArray[Any]
     groups: NDArray[np.int64] | None = None
+    missing: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         """Check that the arrays fit together and hold numbers only."""
@@ -52,7 +55,7 @@ class Rows:
             raise ValueError(
                 f"groups must be int64 [n], got {self.groups.dtype.name} {list(self.groups.shape)}"
             )
-        for name in ("inputs", "groups"):
+        for name in ("inputs", "groups", "missing"):
             array = getattr(self, name)
             if array is not None and len(array) != len(self.labels):
                 raise ValueError(
@@ -67,13 +70,14 @@ class Rows:
 
     def take(self, index: Any) -> Rows:
         """Return the rows an index array, mask or slice names, in that order, read-only."""
-        parts = [None if a is None else a[index] for a in (self.inputs, self.labels, self.groups)]
+        whole = (self.inputs, self.labels, self.groups, self.missing)
+        parts = [None if a is None else a[index] for a in whole]
         for part in parts:
             if part is not None:
                 part.flags.writeable = False
-        inputs, labels, groups = parts
+        inputs, labels, groups, missing = parts
         assert inputs is not None and labels is not None
-        return Rows(inputs, labels, groups)
+        return Rows(inputs, labels, groups, missing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,8 @@ class Dataset:
         encoding: how the columns of a table became numbers; None for other data.
         clients: whether groups are the clients of a federation. Then those with training rows have
             the first numbers; others are only tested on.
+        fitted: whether `encoding` was fitted on the training rows. Where clients hold some of them
+            out, it is fitted again without these (`fedbasin.data.refitting`).
     """
 
     name: str
@@ -105,6 +111,7 @@ class Dataset:
     std: tuple[float, ...] = ()
     encoding: Encoding | None = None
     clients: bool = False
+    fitted: bool = False
 
     def __post_init__(self) -> None:
         """Check that the splits are alike and that the labels are what `classes` says."""

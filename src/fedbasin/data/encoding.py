@@ -163,6 +163,12 @@ class Encoding:
         return tuple(name for column in self.columns for name in _names_of(column, self.categories))
 
     @property
+    def starts(self) -> tuple[int, ...]:
+        """Return where in the array each column begins."""
+        widths = [len(_names_of(column, self.categories)) for column in self.columns]
+        return tuple(sum(widths[:place]) for place in range(len(widths)))
+
+    @property
     def index_columns(self) -> tuple[IndexColumn, ...]:
         """Return the columns to embed, and how many numbers each can hold; none with one-hot."""
         if self.categories == "onehot":
@@ -214,14 +220,20 @@ class Encoding:
 
     def fill(
         self, table: Table, into: tuple[tuple[NDArray[np.bool_], NDArray[np.float32]], ...]
-    ) -> None:
+    ) -> dict[int, NDArray[np.bool_]]:
         """Write rows into arrays that hold zeros, one column of the table at a time.
 
         Args:
             table: what to read.
             into: which rows go to an array, and the array.
+
+        Returns:
+            Which rows [n] of the table lack a value, by the number of the column among those of
+            numbers and flags; columns that lack none are left out.
         """
         at = 0
+        number = 0
+        gaps: dict[int, NDArray[np.bool_]] = {}
         for column in self.columns:
             if isinstance(column, Category):
                 codes = self._codes(table, column)
@@ -231,7 +243,12 @@ class Encoding:
                 values = self._numbers(table, column)
                 for rows, array in into:
                     _write_numbers(values[rows], array, at, column)
+                gone = np.isnan(values)
+                if gone.any():
+                    gaps[number] = gone
+                number += 1
             at += len(_names_of(column, self.categories))
+        return gaps
 
     def _numbers(self, table: Table, column: Number | Flag) -> NDArray[Any]:
         """Read a column of numbers; infinity is refused, and NaN where the rule says so."""

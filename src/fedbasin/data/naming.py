@@ -21,7 +21,7 @@ def content_hash(dataset: Dataset) -> str:
     """Return 8 hexadecimal digits of BLAKE2b over all that a dataset holds but its name.
 
     That is: kind, classes, group names, mean and std, whether groups are clients, and of train and
-    test the types, shapes and bytes of inputs, labels and groups.
+    test the types, shapes and bytes of inputs, labels, groups and, where there are any, gaps.
     """
     digest = hashlib.blake2b(digest_size=_DIGITS // 2)
     facts = (dataset.kind, dataset.classes, dataset.group_names, dataset.mean, dataset.std)
@@ -34,6 +34,8 @@ def content_hash(dataset: Dataset) -> str:
             digest.update(repr((array.dtype.str, array.shape)).encode())
             whole = np.ascontiguousarray(array)
             digest.update(whole.reshape(-1).view(np.uint8).data)
+        if rows.missing is not None:
+            digest.update(np.packbits(rows.missing).data)
     return digest.hexdigest()
 
 
@@ -48,6 +50,9 @@ def finished(
     plan: Plan,
     inputs: tuple[NDArray[Any], NDArray[Any]],
     encoding: Encoding | None = None,
+    missing: NDArray[np.bool_] | None = None,
+    *,
+    fitted: bool = False,
 ) -> Dataset:
     """Put a planned dataset together and name it ``"{name}-{hash}"``.
 
@@ -57,15 +62,18 @@ def finished(
         plan: targets, clients and test rows.
         inputs: of the training rows, and of the test rows.
         encoding: how a table became these inputs.
+        missing: which numbers and flags of all rows had no value (see `Rows`).
+        fitted: whether the encoding was fitted on the training rows.
     """
     splits = []
     for array, rows in zip(inputs, (~plan.is_test, plan.is_test), strict=True):
         groups = None if plan.clients is None else plan.clients.codes[rows]
         labels = plan.labels.values[rows]
-        for part in (array, labels, groups):
+        gaps = None if missing is None else missing[rows]
+        for part in (array, labels, groups, gaps):
             if part is not None:
                 part.flags.writeable = False
-        splits.append(Rows(array, labels, groups))
+        splits.append(Rows(array, labels, groups, gaps))
     train, test = splits
     channels = train.inputs.shape[1] if kind == "image" else 0
     unnamed = Dataset(
@@ -79,5 +87,6 @@ def finished(
         (1.0,) * channels,
         encoding,
         plan.clients is not None,
+        fitted,
     )
     return replace(unnamed, name=f"{name}-{content_hash(unnamed)}")

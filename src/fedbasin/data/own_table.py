@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedbasin.data.coding import Coded, coded, missing_rows
 from fedbasin.data.dataset import DataError, Dataset
-from fedbasin.data.encoding import Categories, Column, Encoding, Missing
+from fedbasin.data.encoding import Categories, Category, Column, Encoding, Missing
 from fedbasin.data.fitting import fit_column
 from fedbasin.data.holdout import Holdout, Plan, TestBy, check_share, plan
 from fedbasin.data.naming import finished
@@ -84,7 +84,8 @@ def from_table(
     """Make a dataset of a table.
 
     Numbers are standardised, text and categories become one-hot columns; both are fitted on
-    training rows alone (`Encoding`). Errors count rows from 0, the first row of data.
+    training rows alone (`Encoding`). A run in which clients hold rows out fits the numbers again
+    without these. Errors count rows from 0, the first row of data.
 
     Args:
         source: a frame of pandas, polars or pyarrow; the path of a CSV file, a parquet file or a
@@ -257,8 +258,23 @@ def _made(
     tested = int(chosen.is_test.sum())
     train = np.zeros((len(table) - tested, encoding.width), dtype=np.float32)
     test = np.zeros((tested, encoding.width), dtype=np.float32)
-    encoding.fill(table, ((~chosen.is_test, train), (chosen.is_test, test)))
-    return finished(name, "table", chosen, (train, test), encoding)
+    gaps = encoding.fill(table, ((~chosen.is_test, train), (chosen.is_test, test)))
+    missing = _dense(gaps, len(table), encoding)
+    fitted = recipe.encoding is None
+    return finished(name, "table", chosen, (train, test), encoding, missing, fitted=fitted)
+
+
+def _dense(
+    gaps: Mapping[int, NDArray[np.bool_]], rows: int, encoding: Encoding
+) -> NDArray[np.bool_] | None:
+    """Return which numbers and flags are missing, [rows, k]; None where none is."""
+    if not gaps:
+        return None
+    numbers = sum(not isinstance(column, Category) for column in encoding.columns)
+    missing = np.zeros((rows, numbers), dtype=np.bool_)
+    for number, gone in gaps.items():
+        missing[:, number] = gone
+    return missing
 
 
 def _check_names(table: Table, recipe: _Recipe) -> None:

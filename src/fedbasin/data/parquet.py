@@ -51,7 +51,15 @@ def find_columns(file: SourceFile, part: Part) -> Columns:
     features = _features(schema)
     inputs = part.inputs or _only(file, "image", _image_columns(schema, features), None)
     labels = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
-    label = part.label or _only(file, "label", labels or _integer_columns(schema), "label")
+    whole = _integer_columns(schema)
+    if not (part.label or labels or whole):
+        raise DataError(
+            f"{file.path} has no column of labels, that is of whole numbers; its columns are "
+            + ", ".join(f"{field.name} ({field.type})" for field in schema)
+            + ". Write the classes as numbers from 0, or read the file as a table "
+            "(--data FILE --target COLUMN)"
+        )
+    label = part.label or _only(file, "label", labels or whole, "label")
     group = part.group if part.group in schema.names or not part.group_optional else None
     for name, is_right, kind in (
         (inputs, _is_image, "images {bytes, path}"),

@@ -18,6 +18,7 @@ import torch
 from flwr.app import ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedbasin.deploy.audit import Refusal
 from fedbasin.deploy.bounds import MOST_CLIENTS, MOST_NUMBERS, MOST_ROWS, check_size
 from fedbasin.deploy.frozen import FrozenParts
 from fedbasin.deploy.mail import GaveUp, Mailbox
@@ -27,6 +28,8 @@ from fedbasin.deploy.wire import Refused, fault, number, the_record
 ASK = "fedbasin-ask"  # the key that says what a query is about
 _FIRST_PAUSE = 1.0  # seconds before an unidentified node is asked again; it doubles each time
 _LONGEST_PAUSE = 600.0  # the most seconds before it is asked again
+_LONGEST = 300  # characters of a reason, which may quote what a node sent
+_MOST_REFUSALS = 10_000  # that are kept between two rounds
 _GRACE = 10.0  # seconds that a new node has beyond twice what the slowest answer took
 _log = logging.getLogger("flwr")
 
@@ -82,6 +85,7 @@ class Clients:
     _keys: dict[int, str] = field(default_factory=dict)  # fingerprints by node
     _odd: set[int] = field(default_factory=set)  # nodes that are left out for what they said
     _votes: dict[int, int] = field(default_factory=dict)  # how many clients each node counts
+    _refusals: list[Refusal] = field(default_factory=list)  # since they were last taken
 
     def wait(self, least: int, *, empty: bool = False, refused: bool = False) -> dict[int, int]:
         """Return the nodes that `online` does, once there are enough.
@@ -145,6 +149,21 @@ class Clients:
     def key(self, node: int) -> str:
         """Return the fingerprint of a node's key; empty where Flower does not tell it."""
         return self._keys.get(node, "")
+
+    def refuse(self, node: int, reason: str) -> None:
+        """Note for the audit trail that an answer of a node was not used."""
+        self._refusals.append(self.refusal(node, reason))
+        del self._refusals[:-_MOST_REFUSALS]
+
+    def refusal(self, node: int, reason: str) -> Refusal:
+        """Return what the audit trail says of a node's message."""
+        return Refusal(self.client(node), node, self.key(node), reason[:_LONGEST])
+
+    def refusals(self) -> list[Refusal]:
+        """Return what was noted since this was last called."""
+        noted = self._refusals
+        self._refusals = []
+        return noted
 
     def client(self, node: int) -> int | None:
         """Return the client of a node."""
@@ -299,6 +318,7 @@ class Clients:
         for node, why in odd.items():
             self._nameless.pop(node, None)
             _log.warning("node %d is left out, its answer is wrong: %s", node, why)
+            self.refuse(node, why)
         self._odd = (self._odd | odd.keys()) & listed - self._identities.keys()
         self._open = {i: n for i, n in sent.items() if i not in answered}
         self.mail.still_awaited(self._open)

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedbasin.core.method import Plan
 from fedbasin.core.round import Traffic
 from fedbasin.core.tree import tensors
+from fedbasin.deploy.audit import Refusal
 from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.mail import GaveUp
 from fedbasin.deploy.replies import Collected, Collector
@@ -120,6 +121,7 @@ class Cohort:
     votes: bool = True
     bytes_down: int = 0
     refused: int = 0
+    refusals: list[Refusal] = field(default_factory=list)
     _failed: set[int] = field(default_factory=set)  # clients that are not asked again
     _sent: dict[str, int] = field(default_factory=dict)  # the node of each message
 
@@ -246,6 +248,7 @@ class Cohort:
         who = f"node {node}" if client is None else f"client {client}"
         reason = reason[:_LONGEST]
         self.refused += 1
+        self.refusals.append(Refusal(client, node, self.clients.key(node), reason))
         self.tally[f"{who}: {reason}" if len(self.tally) < _MOST_REASONS else who] += 1
         what = "round %d: refused the reply of %s (node %d): %s"
         _log.warning(what, self.round, who, node, reason)

@@ -33,6 +33,10 @@ def _node(node: int) -> str:
     return f"node {node}"
 
 
+def _nobody(node: int, reason: str) -> None:
+    """Tell nobody."""
+
+
 def evaluations(
     replies: Iterable[Message],
     weight_key: str,
@@ -40,6 +44,7 @@ def evaluations(
     most_rows: int = MOST_ROWS,
     ratios: Collection[str] = (),
     who: Callable[[int], str] = _node,
+    refuse: Callable[[int, str], None] = _nobody,
 ) -> list[Evaluation]:
     """Return the evaluations that can be used; others are logged with the client and the reason.
 
@@ -49,6 +54,7 @@ def evaluations(
         most_rows: how many rows a client may state.
         ratios: metrics that are from 0 to 1.
         who: names a node's client.
+        refuse: is told the node and the reason of each that cannot be used.
     """
     found = []
     failures = 0
@@ -70,6 +76,7 @@ def evaluations(
         except Refused as reason:
             failures += 1
             _log.warning("\t> No evaluation from %s: %s", who(node), reason)
+            refuse(node, f"its evaluation: {reason}")
             continue
         named = {k: float(v) for k, v in plain.items() if k not in (weight_key, *_ADDRESS)}
         found.append(Evaluation(node, weight, named))

@@ -7,6 +7,7 @@ that are too long. If the merge fails, the server keeps its old model.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from fedbasin.core.method import Replies, ReplyError
 from fedbasin.core.round import Attempt, Gathered, Merged, Server
 from fedbasin.core.tree import tensors
 from fedbasin.core.vectors import shares
-from fedbasin.deploy.replies import Collected, Guard, guarded
+from fedbasin.deploy.audit import MergedReply
+from fedbasin.deploy.replies import Collected, Collector, Guard, guarded
 from fedbasin.deploy.wire import LARGEST
 
 _MOST_SUSPECTS = 64  # replies that are left out in turn to find the one that spoils a merge
@@ -94,6 +96,34 @@ class Guarded(NamedTuple):
     clients: frozenset[int]  # whose replies are merged
     far: list[tuple[int, str]]  # clients whose update is far longer than the others', and why
     heavy: list[tuple[int, str]]  # clients that count for fewer samples than they state
+
+
+def merged_replies(
+    taken: object, guarded: Guarded, server: Tensor, keys: Mapping[int, str]
+) -> dict[int, MergedReply]:
+    """Return what the audit trail says of the replies that are merged, by client.
+
+    Args:
+        taken: what collected them. Masked replies have neither weight nor norm, and those that
+            were averaged as they arrived have no norm.
+        guarded: the replies as the round takes them.
+        server: the model that clients started from [P].
+        keys: the fingerprint of each client's key.
+    """
+    weights: Mapping[int, float] = {}
+    norms: dict[int, float] = {}
+    if isinstance(taken, Collector):
+        weights = taken.weights
+        if taken.stream is None:
+            replies = guarded.gathered.replies
+            clients = replies.clients.tolist()
+            weights = dict(zip(clients, replies.weights.tolist(), strict=True))
+            for client, model in zip(clients, replies.models, strict=True):  # one copy at a time
+                norms[client] = float(torch.linalg.vector_norm(model - server))
+    return {
+        client: MergedReply(client, keys.get(client, ""), weights.get(client), norms.get(client))
+        for client in sorted(guarded.clients)
+    }
 
 
 def gathered_of(collected: Collected, server: Tensor, guard: Guard | None) -> Guarded:

@@ -44,6 +44,7 @@ def gather_gradients(
             except Refused as reason:
                 failed[client] = str(reason)
         for client, why in failed.items():
+            clients.refuse(nodes[client], f"its gradient: {why}")
             _log.warning(
                 "client %d sends no gradient and is left out of this round: %s", client, why
             )

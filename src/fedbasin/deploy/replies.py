@@ -35,9 +35,9 @@ class Guard:
             of a cohort of C is then at most weight / (weight + C / 2). None has no limit.
     """
 
-    times: float = 5.0
+    times: float = 3.0
     action: Literal["clip", "drop"] = "clip"
-    weight: float | None = 5.0
+    weight: float | None = 3.0
 
     def __post_init__(self) -> None:
         if not self.times >= 1:
@@ -100,6 +100,11 @@ class Collector:
     def clients(self) -> set[int]:
         """Whose replies were taken."""
         return {each.client for each in self._metadata}
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """How many samples each reply that was taken counts for, as it came."""
+        return {each.client: each.weight for each in self._metadata}
 
     def __len__(self) -> int:
         return len(self._metadata)

@@ -34,6 +34,7 @@ from fedbasin.core.served import ClientTable
 from fedbasin.core.sink import Log
 from fedbasin.core.state import load, read, save, write
 from fedbasin.core.tree import Leaf
+from fedbasin.deploy.audit import FILE, AuditedRound, AuditTrail
 from fedbasin.deploy.seats import Seats
 from fedbasin.deploy.settings import Records
 from fedbasin.sinks import sinks_of
@@ -83,6 +84,7 @@ class Journal:
         said = {**settings.facts, "method": method, "seed": seed}
         self.log = Log(sinks_of(settings.log), path, path, said)
         self._archive: Archive | None = None
+        self.audit = AuditTrail(None if self.folder is None else path / FILE)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -130,6 +132,7 @@ class Journal:
         if not (held := self._held()):
             self.folder.keep_rounds(0)
             self.log.open([])
+            self._begin_audit(0)
             return fresh
         self._compare("method", held.get("method"), self.method)
         self._compare("seed", held.get("seed"), self.seed)
@@ -143,6 +146,7 @@ class Journal:
         self._compare("number of parameters", server.send.numel(), fresh.send.numel())
         self.records = self.folder.keep_rounds(server.round)
         self.log.open(self.records)
+        self._begin_audit(server.round)
         _log.info("Resuming after round %d from %s", server.round, self.folder.checkpoint)
         if torch.equal(server.send, server.score):
             server = replace(server, score=server.send)  # one model, as it was before saving
@@ -156,11 +160,20 @@ class Journal:
                 f"give the same {what} or choose another folder"
             )
 
-    def append(self, record: RoundRecord, server: Server, *, last: bool) -> bool:
+    def _begin_audit(self, finished: int) -> None:
+        found = self.audit.begin(finished)
+        if found.broken:
+            _log.warning("%s was changed: %s; it goes on behind", self.audit.file, found.broken)
+
+    def append(
+        self, record: RoundRecord, server: Server, audited: AuditedRound, *, last: bool
+    ) -> bool:
         """Add a round; return whether a checkpoint was written."""
         self.records.append(record)
         if self.folder is None:
             return False
+        self.audit.add(audited)  # first: what a checkpoint holds has its line
+        _log.info("\t├──> Audit trail after round %d: %s", record.round, self.audit.head)
         self.folder.append(record)
         failed = self.log.record(record)
         due = last or record.round % self.settings.checkpoint_every == 0
@@ -224,6 +237,8 @@ class Journal:
             "dropped": sum(record.dropped for record in self.records),
             "refused": dict(self.refused),
         }
+        if self.folder is not None:
+            summary["audit"] = self.audit.head
         if self.folder is not None:
             self.folder.write_summary(summary)
             write(self.folder.model, {n: t.cpu().contiguous().clone() for n, t in named.items()})

@@ -37,6 +37,7 @@ from fedbasin.core.round import (
     one_round,
 )
 from fedbasin.core.vectors import Weighting
+from fedbasin.deploy.audit import AuditedRound, MergedReply, Refusal
 from fedbasin.deploy.bounds import Bounds, reply_bytes
 from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.clients import Clients
@@ -51,7 +52,7 @@ from fedbasin.deploy.evaluation import (
 )
 from fedbasin.deploy.frozen import FrozenParts
 from fedbasin.deploy.mail import GaveUp, Mailbox
-from fedbasin.deploy.merge import Lenient, gathered_of
+from fedbasin.deploy.merge import Lenient, gathered_of, merged_replies
 from fedbasin.deploy.private import gather_private
 from fedbasin.deploy.probe import gather_gradients
 from fedbasin.deploy.replies import Collector
@@ -110,6 +111,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     _round: Round
     _cohort: Cohort
     _record: RoundRecord
+    _audited: AuditedRound
     _attempt: int
 
     def __init__(
@@ -223,7 +225,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 result.arrays = self._scored(arrays)
                 record = self._examine(self._record, grid, evaluate, evaluate_fn, result)
                 record = replace(record, seconds=time.perf_counter() - began)
-                saved = self.journal.append(record, self._server, last=now == num_rounds)
+                saved = self.journal.append(
+                    record, self._server, self._audited, last=now == num_rounds
+                )
                 # After a refused merge the old state needs its models.
                 if saved and not merge_refused(record):
                     self.journal.sweep()
@@ -288,6 +292,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         failures = len(cohort.asked) - cohort.count
         _log.info("aggregate_train: Received %s results and %s failures", cohort.count, failures)
         guarded = None
+        merged: dict[int, MergedReply] = {}
+        bounded: list[Refusal] = []
         collected = cohort.collected(self._server.send)
         if collected is not None:
             guarded = gathered_of(collected, self._server.send, self.handling.guard)
@@ -295,6 +301,10 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 cohort.refuse(client, cohort.asked[client], why)
             for client, why in guarded.heavy:
                 _log.warning("round %d: client %d: %s", server_round, client, why)
+                bounded.append(self._clients.refusal(cohort.asked[client], why))
+            if self.journal.folder is not None:
+                keys = {client: self._clients.key(node) for client, node in cohort.asked.items()}
+                merged = merged_replies(cohort.collector, guarded, self._server.send, keys)
         gathered = guarded.gathered if guarded else None
         try:
             self._round.send(Returned(gathered, cohort.traffic()))
@@ -309,6 +319,17 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         if guarded and not merge_refused(self._record):
             spoilt = {client for client, _ in self._policy.blamed}
             self.journal.mark_merged(guarded.clients - spoilt, server_round)
+            merged = {client: reply for client, reply in merged.items() if client not in spoilt}
+        else:
+            merged = {}
+        refused = [*self._clients.refusals(), *cohort.refusals]
+        self._audited = AuditedRound(
+            server_round,
+            sorted(cohort.asked),
+            list(merged.values()),
+            [*bounded, *(r for r in refused if r.client in merged)],
+            [r for r in refused if r.client not in merged],
+        )
         spent = self._record.seconds_merge
         _log.info("\t├──> Merged by %s in %.3f s", self.method, spent)
         loss = self._record.train_loss
@@ -397,7 +418,10 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             most_rows=self.handling.most_rows,
             ratios=[name for name in task.metrics if _is_ratio(name)],
             who=self._clients.who,
+            refuse=self._clients.refuse,
         )
+        odd = self._clients.refusals()
+        self._audited = replace(self._audited, refused=[*self._audited.refused, *odd])
         means = mean_of(found)
         headlines = self.server_side.client_headlines()
         if self.evaluate == "sums":

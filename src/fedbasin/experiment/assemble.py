@@ -158,7 +158,7 @@ def build(
             (dataset.train.inputs, dataset.test.inputs),
         ),
         interface=Interface.of(dataset, outputs, transform.func).to_json(),
-        encoding="" if dataset.encoding is None else dataset.encoding.to_json(),
+        encoding="" if rows.encoding is None else rows.encoding.to_json(),
         hostility=hostility,
         triggered=triggered,
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from contextlib import contextmanager
+from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +19,25 @@ from fedbasin.sim.runner import Interrupted
 
 if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell, More
+_log = logging.getLogger(__package__)
 Work = Callable[["Cell"], dict[str, Any]]
 Outcome = dict[str, Any] | Exception
+
+
+@contextmanager
+def _tracker_silenced() -> Iterator[None]:
+    """Let Python's tracker of semaphores free them without a warning when this process is ended."""
+    before = os.environ.get("PYTHONWARNINGS")
+    silenced = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = f"{before},{silenced}" if before else silenced
+    try:
+        resource_tracker.ensure_running()  # it reads the variable once, at its start
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 class _WorkerProcess:
@@ -27,7 +47,10 @@ class _WorkerProcess:
         self._folder = folder
         self._needs_main = needs_main
         spawn = get_context("spawn")
-        self.pool = ProcessPoolExecutor(1, spawn, initializer=prepare_worker, initargs=(folder,))
+        with _tracker_silenced():
+            self.pool = ProcessPoolExecutor(
+                1, spawn, initializer=prepare_worker, initargs=(folder,)
+            )
 
     def submit(self, work: Work, cell: Cell) -> Future[dict[str, Any]]:
         hidden = main_script_hidden(not self._needs_main)
@@ -113,6 +136,9 @@ def _in_parallel(
                     raise failed
                 yield cell, failed or future.result()
             layout.extend(more())
+    except KeyboardInterrupt:
+        _log.warning("finishing the rounds of %d runs, then saving", len(running))
+        raise
     finally:
         for worker in [*free, *(worker for _, worker in running.values())]:
             worker.pool.shutdown(cancel_futures=True)

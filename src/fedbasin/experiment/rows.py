@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from fedbasin.core.rng import Key, root
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
 from fedbasin.sim.attacks import Attack, draw_hostile
+
+if TYPE_CHECKING:
+    from fedbasin.data.encoding import Encoding
 
 # Mean and standard deviation of `data.normalise`, for pixels in [0, 1].
 _SCALES = {"symmetric": (0.5, 0.5), "unit": (0.0, 1.0)}
@@ -32,6 +35,7 @@ class Rows:
         home: which rows each client may train on at home: `parts`, and what unseen clients have.
         classes: number of classes; 0 where targets have none.
         unseen: clients that never take part, rising.
+        encoding: how the columns of a table became numbers; fitted on no row that is held out.
         corrupted: clients with exchanged labels.
     """
 
@@ -41,6 +45,7 @@ class Rows:
     home: partition.Partition
     classes: int
     unseen: np.ndarray
+    encoding: Encoding | None = None
     corrupted: frozenset[int] = frozenset()  # clients with exchanged labels
     hostile: frozenset[int] = frozenset()  # clients that attack
 
@@ -115,6 +120,14 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
     home, held = _hold_out(experiment, parts, train.labels, classes, key)
     unseen = _draw_unseen(experiment, parts, key)
     parts = home.without(unseen)
+    encoding = dataset.encoding
+    if encoding is not None and dataset.fitted and (held.order.size or unseen.size):
+        from fedbasin.data.refitting import refitted  # pyarrow takes time to import
+
+        used = np.zeros(len(train), dtype=np.bool_)
+        used[parts.order] = True
+        encoding, again = refitted(encoding, data.Splits(train, proxy, splits.test), used)
+        train, proxy, splits = again.train, again.proxy, again
     corrupted: frozenset[int] = frozenset()
     if experiment.partition.corrupted:
         share = experiment.partition.corrupted
@@ -132,7 +145,7 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
         hostile = draw_hostile(experiment.partition.hostile, eligible, key)
         train = _poisoned(experiment, train, parts, classes, hostile, key)
     splits = data.Splits(train, proxy, splits.test)
-    return Rows(splits, parts, held, home, classes, unseen, corrupted, hostile)
+    return Rows(splits, parts, held, home, classes, unseen, encoding, corrupted, hostile)
 
 
 def _hold_out(

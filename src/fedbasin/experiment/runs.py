@@ -23,7 +23,13 @@ from torch import nn
 
 from fedbasin.core.archive import Archive
 from fedbasin.core.lock import Busy, alone_in
-from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
+from fedbasin.core.record import (
+    RecordError,
+    RoundRecord,
+    RunFolder,
+    is_wiped,
+    write_atomically,
+)
 from fedbasin.core.sink import Log, Sink
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.data import DataError, Dataset
@@ -154,6 +160,7 @@ def resume(
         raise RecordError(f"{out} holds no run: there is no config.toml in it")
     if folder.model.exists():
         return folder.read_summary()
+    mend_wiped(folder)
     experiment = read_experiment(folder.config)
     _refuse_edited(folder, experiment)
     experiment = _with_same_objects(folder, experiment, Objects(data, model))
@@ -164,6 +171,22 @@ def resume(
         _record_objects(experiment, federation, folder)
         log_of_run = _log(experiment, folder, sinks, root)
         return _run(experiment, federation, folder, branching, until, on_round, log_of_run)
+
+
+def mend_wiped(folder: RunFolder) -> None:
+    """Do without the files that a power cut has emptied, where the run can.
+
+    The settings are written twice. Without data.json the rows are not compared with those that
+    the run was begun on.
+    """
+    told = logging.getLogger(__package__).warning
+    if is_wiped(folder.config) and folder.begun.exists() and not is_wiped(folder.begun):
+        told("%s was emptied; %s holds the same settings", folder.config, folder.begun)
+        write_atomically(folder.config, folder.begun.read_text(encoding="utf-8"))
+    for path in (folder.begun, folder.path / "data.json"):
+        if is_wiped(path):
+            told("%s was emptied; the run goes on without it", path)
+            path.unlink()
 
 
 def _refuse_edited(folder: RunFolder, experiment: Experiment) -> None:
@@ -388,6 +411,7 @@ def run_cell(
                 log=log,
                 root=cell.root,
             )
+        mend_wiped(folder)
         there = read_experiment(folder.config)
         if there != cell.experiment:
             raise RecordError(

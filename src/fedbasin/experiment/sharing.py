@@ -45,8 +45,9 @@ class StoredDataset:
         for split, rows in (("train", dataset.train), ("test", dataset.test)):
             np.save(folder / f"{split}_inputs.npy", rows.inputs)
             np.save(folder / f"{split}_labels.npy", rows.labels)
-            if rows.groups is not None:
-                np.save(folder / f"{split}_groups.npy", rows.groups)
+            for name, array in (("groups", rows.groups), ("missing", rows.missing)):
+                if array is not None:
+                    np.save(folder / f"{split}_{name}.npy", array)
         first = replace(dataset, train=dataset.train.take([0]), test=dataset.test.take([0]))
         return cls(folder, first)
 
@@ -57,11 +58,12 @@ class StoredDataset:
         return replace(self.frame, train=train, test=test)
 
     def _rows(self, split: str) -> Rows:
-        groups = self.folder / f"{split}_groups.npy"
+        groups, missing = (self.folder / f"{split}_{name}.npy" for name in ("groups", "missing"))
         return Rows(
             np.load(self.folder / f"{split}_inputs.npy", mmap_mode="r"),
             np.load(self.folder / f"{split}_labels.npy", mmap_mode="r"),
             np.load(groups, mmap_mode="r") if groups.exists() else None,
+            np.load(missing, mmap_mode="r") if missing.exists() else None,
         )
 
 

@@ -140,12 +140,17 @@ class BalancedLearner(BalancedRows):
 
 
 def symmetric_root(covariance: Tensor) -> Tensor:
-    """Return the symmetric square root [d, d]; directions of no more than rounding are dropped."""
-    values, vectors = torch.linalg.eigh(covariance)
+    """Return the symmetric square root [d, d]; directions of no more than rounding are dropped.
+
+    NaN where the covariance is not finite, as after steps that were too large: the run then ends
+    as diverged.
+    """
+    finite = covariance.isfinite().all()
+    values, vectors = torch.linalg.eigh(torch.where(finite, covariance, 0.0))
     least = values.amax(-1) * len(covariance) * 10 * torch.finfo(covariance.dtype).eps
     sizes = torch.where(values > least, values, 0.0).sqrt()
     root: Tensor = (vectors * sizes) @ vectors.T
-    return root
+    return torch.where(finite, root, torch.nan)
 
 
 @entry(

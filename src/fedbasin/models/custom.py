@@ -60,7 +60,7 @@ def made_by(factory: Callable[..., Any], shape: Shape, classes: int, what: str) 
     try:
         inspect.signature(factory).bind(shape, classes)
     except TypeError as error:
-        raise ValueError(f"{what} cannot be called with (shape, classes): {error}") from None
+        raise ValueError(f"{what} cannot be called with (shape, outputs): {error}") from None
     try:
         network = factory(shape, classes)
     except TypeError as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import parent_process
 from types import FrameType
 from typing import Any
 
@@ -24,6 +26,7 @@ from fedbasin.sim.clients import ClientStates, SavedStates
 from fedbasin.sim.provenance import record_data, refuse_other
 from fedbasin.sim.rounds import Diverged, Federation
 
+_log = logging.getLogger(__name__)
 OnRound = Callable[[RoundRecord], bool | None]
 
 
@@ -227,6 +230,8 @@ def _stop_after_round() -> Iterator[Callable[[], bool]]:
     def ask(number: int, frame: FrameType | None) -> None:
         if number in numbers:
             raise KeyboardInterrupt
+        if not numbers and parent_process() is None:  # of several runs their parent tells
+            _log.warning("finishing the round, then saving; Ctrl-C again stops at once")
         numbers.add(number)
         asked.set()
 

@@ -124,7 +124,7 @@ class SecureClient:
         sealed = []
         for holder in ring:
             if holder != self._client:
-                info = session.info("shares", self._client, holder)
+                info = _seal_info(session, self._client, holder, keys)
                 key = agreed_key(secret, keys[holder].seal, info)
                 sealed.append(seal(key, seed_shares[holder] + key_shares[holder], info))
         self._store(
@@ -213,16 +213,18 @@ class SecureClient:
             raise Refused("a client dealt shares that was not among the holders")
         if count + 1 < session.threshold:
             raise Refused(f"{count + 1} clients dealt shares, {session.threshold} are needed")
-        keys = by_client(ring, read_all_bytes(held, "seal-keys", KEY_BYTES, len(ring)))
+        seal_keys = read_all_bytes(held, "seal-keys", KEY_BYTES, len(ring))
+        mask_keys = read_all_bytes(held, "mask-keys", KEY_BYTES, len(ring))
+        keys = {c: PublicKeys(s, m) for c, s, m in zip(ring, seal_keys, mask_keys, strict=True)}
         secret = read_bytes(held, "seal-secret", KEY_BYTES)
         sealed = read_all_bytes(mail, "sealed", SEALED_BYTES, count)
         seed_hashes = read_all_bytes(mail, "seed-hashes", KEY_BYTES, count)
         key_hashes = read_all_bytes(mail, "key-hashes", KEY_BYTES, count)
         received = {}
         for place, dealer in enumerate(dealers):
-            info = session.info("shares", dealer, self._client)
+            info = _seal_info(session, dealer, self._client, keys)
             try:
-                text = unseal(agreed_key(secret, keys[dealer], info), sealed[place], info)
+                text = unseal(agreed_key(secret, keys[dealer].seal, info), sealed[place], info)
             except Refused as reason:
                 raise Refused(f"the shares from client {dealer}: {reason}") from reason
             seed_share, key_share = text[:SHARE_BYTES], text[SHARE_BYTES:]
@@ -314,6 +316,15 @@ class SecureClient:
         if folder is None:
             return None
         return Path(str(folder)) / run / f"secure{self._client:06d}.json"
+
+
+def _seal_info(session: Session, dealer: int, holder: int, keys: Mapping[int, PublicKeys]) -> bytes:
+    """Return what sealed shares are bound to: both mask keys, as the one who seals knows them.
+
+    Two clients that were told different mask keys cannot open each other's shares. Their masks
+    would not cancel, and the sum would be of no use.
+    """
+    return session.info("shares", dealer, holder) + keys[dealer].mask + keys[holder].mask
 
 
 def _reply(values: dict[str, Any]) -> RecordDict:

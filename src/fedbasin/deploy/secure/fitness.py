@@ -35,10 +35,11 @@ def check_secure(
 ) -> None:
     """Refuse a run in which the server would have to see what a single client sends."""
     weighting = check_method(method)
-    if "class_counts" in needs_of(method) and server.counts == "plain":
+    if "class_counts" in needs_of(method):
         raise ValueError(
-            f"secure: {method} shows the server every client's class counts: give "
-            "server=ServerSide(counts='private')"
+            f"secure: {method} needs the clients' class counts, which are not added up masked; "
+            "leave them out, or take a rule that uses a client's own counts alone, such as "
+            "balanced_softmax"
         )
     if handling.guard is not None:
         raise ValueError(

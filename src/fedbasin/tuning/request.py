@@ -12,7 +12,7 @@ from fedbasin.core.space import Space
 from fedbasin.experiment.checks import check_needs
 from fedbasin.experiment.config import Experiment
 from fedbasin.experiment.runs import Cell, slug
-from fedbasin.tune.arguments import (
+from fedbasin.tuning.arguments import (
     STEP_SETTINGS,
     Argument,
     TuneError,

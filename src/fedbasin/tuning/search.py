@@ -15,8 +15,8 @@ from typing import Any
 from fedbasin.core.record import Headline, RunFolder, headline_of, mean_of_last, write_atomically
 from fedbasin.core.settings import write_toml
 from fedbasin.experiment.runs import Cell, run_cells, slug
-from fedbasin.tune import points
-from fedbasin.tune.request import Request
+from fedbasin.tuning import points
+from fedbasin.tuning.request import Request
 
 RunAll = Callable[[list[Cell]], Any]  # runs or resumes cells; their folders hold the results
 
@@ -86,7 +86,7 @@ def tune(request: Request, out: Path, run_all: RunAll = run_cells) -> Outcome:
     """
     _write_request(request, out)
     if request.sampler == "tpe":
-        from fedbasin.tune.tpe import search  # needs the extra optuna
+        from fedbasin.tuning.tpe import search  # needs the extra optuna
 
         trials = search(request, out, run_all)
     else:

@@ -16,7 +16,7 @@ from fedbasin.report.runs import Run, read_runs
 from fedbasin.report.table import Row, differences, mean_ranks, summarise
 from fedbasin.report.tuning import Tried, expected_best, influence, tuning_analysis
 from fedbasin.report.verdict import verdict
-from fedbasin.tune.search import Outcome, Trial
+from fedbasin.tuning.search import Outcome, Trial
 
 
 @dataclass(frozen=True)

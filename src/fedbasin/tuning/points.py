@@ -15,7 +15,7 @@ import numpy as np
 from scipy.stats import qmc
 
 from fedbasin.core.rng import root
-from fedbasin.tune.arguments import Argument, TuneError
+from fedbasin.tuning.arguments import Argument, TuneError
 
 _COLUMNS = 64  # a fixed number: scrambling draws for all columns at once
 

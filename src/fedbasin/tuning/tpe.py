@@ -16,9 +16,9 @@ from typing import Any
 from fedbasin.core.record import Headline
 from fedbasin.core.rng import root
 from fedbasin.core.space import Options, Space
-from fedbasin.tune.arguments import Argument, TuneError
-from fedbasin.tune.request import Request
-from fedbasin.tune.search import (
+from fedbasin.tuning.arguments import Argument, TuneError
+from fedbasin.tuning.request import Request
+from fedbasin.tuning.search import (
     RunAll,
     Trial,
     forget_checkpoints,

@@ -1,0 +1,102 @@
+"""docs/methods/trust.md against the lines of the runs it speaks of."""
+
+import importlib.util
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "methods" / "trust.md").read_text(encoding="utf-8")
+
+
+def loaded():
+    spec = importlib.util.spec_from_file_location(
+        "trust_evidence", ROOT / "benchmarks" / "evidence" / "trust.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TRUST = loaded()
+
+
+def accuracy(setting, method, attack="none", case=""):
+    """The mean over the seeds, in percent."""
+    found = [
+        line["accuracy"]
+        for line in TRUST.lines(setting)
+        if (line["method"], line["attack"], line["case"]) == (method, attack, case)
+    ]
+    assert found, (setting, method, attack, case)
+    return 100 * mean(found)
+
+
+@pytest.mark.parametrize("setting", TRUST.SETTINGS)
+def test_the_tables_on_the_page_are_those_of_the_lines(setting):
+    assert "\n".join(["", *TRUST.table(setting), ""]) in PAGE
+
+
+@pytest.mark.parametrize("setting", TRUST.SETTINGS)
+def test_lines_are_those_of_the_script(setting):
+    """Same settings as written there, each run once."""
+    planned = {(c.method, c.attack, c.case, c.seed): c for c in TRUST.SETTINGS[setting]()}
+    found = [TRUST.key(line) for line in TRUST.lines(setting)]
+    assert len(found) == len(set(found)) and set(found) <= set(planned)
+    for line in TRUST.lines(setting):
+        assert line["expression"] == planned[TRUST.key(line)].experiment["method"]
+
+
+def robust(method, attack, momentum):
+    return accuracy("robust", method, attack, f"momentum {momentum}")
+
+
+def test_momentum_lets_median_and_rfa_stand_ipm_and_not_krum():
+    for rule in ("median", "rfa"):
+        assert robust(rule, "ipm", 0) < 30 and robust(rule, "ipm", 0.9) > 60
+    assert robust("krum", "ipm", 0) < 15 and robust("krum", "ipm", 0.9) < 15
+    assert robust("krum", "none", 0.9) < robust("mean", "none", 0.9) - 4
+
+
+def test_the_attacked_mean_is_the_line_to_beat():
+    for momentum in (0, 0.9):
+        assert robust("mean", "ipm", momentum) > robust("mean", "none", momentum) - 5
+        assert robust("mean", "sign_flip", momentum) > robust("mean", "none", momentum) - 5
+        for rule in ("median", "krum", "rfa"):
+            assert robust("mean", "ipm", momentum) > robust(rule, "ipm", momentum) + 3
+        for attack in TRUST.ATTACKS:
+            same = robust("mean", attack, momentum) - robust("centered_clipping", attack, momentum)
+            assert abs(same) < 0.15
+        for rule in ("mean", "median", "rfa"):
+            assert robust(rule, "alie", momentum) > robust(rule, "none", momentum) - 2
+
+
+def test_ways_to_merge_fall_alone_and_stand_over_a_rule():
+    flip = "sign_flip(scale=5.0)"
+    for method in ("fedavg", "ima", "wima", "fedcda", "scaffold"):
+        assert accuracy("methods", method) > 60 and accuracy("methods", method, flip) < 15
+    alone = [
+        one["accuracy"] for one in TRUST.lines("methods") if TRUST.key(one)[:2] == ("fedlaw", flip)
+    ]
+    assert max(alone) > 0.3 and min(alone) < 0.15
+    for method in ("norm_bound(fedlaw)", "norm_bound(scaffold)", "fedcda(merge=median)", "median"):
+        assert accuracy("methods", method, flip) > 25
+    lost = {
+        method: accuracy("methods", method) - accuracy("methods", method, flip)
+        for method in TRUST.METHODS
+    }
+    assert min(lost, key=lost.get) == "norm_bound(fedlaw)"
+    assert 7 < accuracy("methods", "fedavg") - accuracy("methods", "median") < 13
+    for method in ("fedlaw", "scaffold"):
+        price = accuracy("methods", method) - accuracy("methods", f"norm_bound({method})")
+        assert -0.5 < price < 1.5
+
+
+def test_more_noise_costs_more_and_averages_around_it_nothing():
+    by_noise = [accuracy("tff", "dp(fedavgm)", case=f"z {z}") for z in ("0", "0.5", "0.75", "1")]
+    assert by_noise == sorted(by_noise, reverse=True) and by_noise[0] - by_noise[3] > 2
+    for method in ("ima(dp(fedavgm))", "wima(dp(fedavgm))"):
+        assert accuracy("tff", method, case="z 1") > by_noise[3] + 0.3
+    spent = {line["case"]: line.get("epsilon") for line in TRUST.lines("tff")}
+    assert spent["z 0.5"] > spent["z 0.75"] > spent["z 1"]
