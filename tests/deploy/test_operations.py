@@ -151,10 +151,8 @@ def test_the_commands_of_the_compose_file_make_a_federation(tmp_path):
             server.run(f"flwr supernode register {site.folder}/node.pub mine")
             line = command_of("supernode", CLIENT=str(number))
             site.start(f"{line} --port {9094 + number}")
-        server.run(
-            f"flwr run my_app mine --stream -c \"federation.folder='{tmp_path}/serverapp/records'\""
-        )
-        (record,) = RunFolder(tmp_path / "serverapp" / "records").read_rounds()
+        server.run("flwr run my_app mine --stream -c \"federation.folder='/records'\"")
+        (record,) = RunFolder(server.folder / "records").read_rounds()
         assert record.clients == 2
     except BaseException:
         for name, one in machines.items():
