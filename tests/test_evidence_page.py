@@ -54,3 +54,18 @@ def test_the_numbers_of_the_head_stand_in_the_table():
     for method, gain in said:
         shown = rows[method][2].split()[0].replace("\N{MINUS SIGN}", "-")
         assert float(gain.replace("\N{MINUS SIGN}", "-")) == pytest.approx(float(shown), abs=0.051)
+
+
+def test_what_uniform_weights_give_is_what_their_lines_say(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "evidence"))
+    import uniform
+
+    monkeypatch.setattr("sys.argv", ["uniform.py"])
+    uniform.main()
+    said = capsys.readouterr().out
+    mean, low, high = (
+        f"{float(word.replace(chr(0x2212), '-')):+.1f}"
+        for word in re.search(r": (\S+) \[(\S+), (\S+)\]", said).groups()
+    )
+    text = (ROOT / "docs" / "methods" / "evidence.md").read_text(encoding="utf-8")
+    assert f"is {mean} [{low}, {high}] over `fedavg`" in text and f"{mean[1:]} points here" in text
