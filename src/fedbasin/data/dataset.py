@@ -38,11 +38,14 @@ class Rows:
         labels: what is to be predicted. int64 ``[n]``, the class of each row; or targets without
             classes: float32 ``[n]`` or ``[n, k]``, int64 ``[n, k]`` (or ``[n]``, as counts are).
         groups: int64 ``[n]``, the writer, role or domain of each row; None without groups.
+        origin: int64 ``[n]``, which row of a whole split each row is, for rows that are looked up
+            there; None where nobody asks.
     """
 
     inputs: NDArray[Any]
     labels: NDArray[Any]
     groups: NDArray[np.int64] | None = None
+    origin: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         """Check that the arrays fit together and hold numbers only."""
@@ -67,13 +70,14 @@ class Rows:
 
     def take(self, index: Any) -> Rows:
         """Return the rows an index array, mask or slice names, in that order, read-only."""
-        parts = [None if a is None else a[index] for a in (self.inputs, self.labels, self.groups)]
+        whole = (self.inputs, self.labels, self.groups, self.origin)
+        parts = [None if each is None else each[index] for each in whole]
         for part in parts:
             if part is not None:
                 part.flags.writeable = False
-        inputs, labels, groups = parts
+        inputs, labels, groups, origin = parts
         assert inputs is not None and labels is not None
-        return Rows(inputs, labels, groups)
+        return Rows(inputs, labels, groups, origin)
 
 
 @dataclass(frozen=True, eq=False)
