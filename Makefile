@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-federation lint docs format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test test-flower test-federation test-fuzz test-soak lint docs format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -24,6 +24,12 @@ test-flower: $(VENV)/.flower ## install Flower and run the tests of deploy/ that
 
 test-federation: $(VENV)/.flower ## all tests of deploy/, with SuperLinks and SuperNodes that are killed (minutes)
 	OMP_NUM_THREADS=1 FEDBASIN_TEST_FEDERATION=1 $(BIN)/python -m pytest --timeout 900 tests/deploy $(ARGS)
+
+test-fuzz: $(VENV)/.flower ## 100,000 forged messages of one client, over all methods (hours; ARGS='--maxfail 1')
+	OMP_NUM_THREADS=1 FEDBASIN_FUZZ=$${FEDBASIN_FUZZ:-100000} $(BIN)/python -m pytest -n $(WORKERS) tests/deploy/test_fuzz.py $(ARGS)
+
+test-soak: $(VENV)/.flower ## 200 clients for 300 rounds while nodes, ServerApps and SuperLinks die (ARGS='--clients 30 --rounds 40')
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/deploy/soak.py $(ARGS)
 
 lint: $(VENV)/.dev ## check format, style, types and who imports whom
 	$(BIN)/ruff format --check .
