@@ -37,7 +37,7 @@ class Crash(BaseException):
 
 def test_a_folder_that_another_process_runs_is_refused_and_can_be_read(tmp_path):
     def second(record):
-        with pytest.raises(Busy, match=f"another process is running {tmp_path / 'r'}"):
+        with pytest.raises(Busy, match=rf"process \(id \d+\) is running {tmp_path / 'r'}"):
             resume(tmp_path / "r")
         assert len(RunFolder(tmp_path / "r").read_rounds()) == record.round
         if record.round == 2:
@@ -67,7 +67,7 @@ def test_a_run_begun_while_the_data_was_read_is_refused(tmp_path, monkeypatch):
 def test_a_comparison_does_the_other_cells_and_says_which_is_not_its_own(jobs, tmp_path):
     taken, other = (cell.path for cell in cells(SMALL, ["fedavg"], [0, 1], tmp_path))
     taken.mkdir(parents=True)
-    with alone_in(taken), pytest.raises(Busy, match=f"another process is running {taken}"):
+    with alone_in(taken), pytest.raises(Busy, match=rf"process \(id \d+\) is running {taken}"):
         compare(SMALL, ["fedavg"], [0, 1], tmp_path, jobs=jobs)
     assert RunFolder(other).read_summary()["status"] == "finished"
 
