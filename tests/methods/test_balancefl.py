@@ -202,6 +202,15 @@ def test_the_root_of_a_singular_covariance_is_finite_and_keeps_its_null_space():
     assert torch.equal(symmetric_root(torch.zeros(2, 2)), torch.zeros(2, 2))
 
 
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_the_root_of_what_is_not_finite_is_nan_and_raises_nothing(value):
+    broken = torch.eye(3).fill_diagonal_(value)
+    assert symmetric_root(broken).isnan().all()
+    both = torch.func.vmap(symmetric_root)(torch.stack([torch.eye(3), broken]))
+    torch.testing.assert_close(both[0], torch.eye(3))
+    assert both[1].isnan().all()
+
+
 def test_noise_changes_training_and_needs_features():
     quiet, loud = trajectory(BalanceFL(noise=False)), trajectory(BalanceFL())
     assert not torch.equal(quiet[-1].send, loud[-1].send)
