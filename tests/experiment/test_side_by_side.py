@@ -199,13 +199,13 @@ def test_cells_are_told_of_one_by_one(tmp_path):
     assert sorted(told) == sorted((cell.path, "finished") for cell in layout)
 
 
-def _never(cell):
+def _never(cells):
     raise AssertionError("a process that was stopped while it started takes up no work")
 
 
 def test_a_process_stopped_while_it_starts_goes_without_a_traceback(tmp_path, capfd):
     worker = _WorkerProcess(tmp_path, True)
-    future = worker.submit(_never, Cell(SMALL, tmp_path))
+    future = worker.submit(_never, [Cell(SMALL, tmp_path)])
     (process,) = worker.pool._processes.values()
     os.kill(process.pid, signal.SIGINT)
     assert isinstance(future.exception(), BrokenProcessPool)

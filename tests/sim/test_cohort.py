@@ -271,7 +271,7 @@ def test_whole_runs_agree_and_auto_picks_by_device_and_model(tmp_path):
         ends[name] = (type(federation.executor), last.send)
     assert ends["auto"][0] is CohortExecutor and ends["loop"][0] is LoopExecutor
     torch.testing.assert_close(ends["loop"][1], ends["cohort"][1], rtol=1e-9, atol=1e-11)
-    large = build(replace(base, model="lenet"))
+    large = build(replace(base, model="lenet", local=LocalConfig(batch=50)))
     assert type(large.executor) is LoopExecutor
 
 
