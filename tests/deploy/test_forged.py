@@ -289,6 +289,47 @@ def test_an_evaluation_that_cannot_be_is_left_out(facts):
     assert dict(found) == {"accuracy": 0.8, "loss": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("times", "guard", "replies"), [(1e14, None, 5), (50.0, None, 6), (50.0, Guard(), 6)]
+)
+def test_a_gradient_far_longer_than_the_others_is_refused_or_clipped(
+    times, guard, replies, monkeypatch
+):
+    """A gradient of 9e14 took MIME's model to chance for good, with the guard, too."""
+
+    def tamper(client, reply):
+        if client == CULPRIT and "shape" in reply.content:
+            for name, array in reply.content["arrays"].items():
+                reply.content["arrays"][name] = Array(array.numpy() * times)
+        return [reply]
+
+    seen = []
+    kind = type(parse("mime", "method"))
+
+    whole = kind.aggregate
+
+    def seeing(self, state, server, replies, context):
+        seen.append(context.probe)
+        return whole(self, state, server, replies, context)
+
+    monkeypatch.setattr(kind, "aggregate", seeing)
+    federation, grid = stating({}, "mime")
+    grid.misstate = tamper
+    strategy = strategy_for(federation, federation.method, guard=guard)
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
+    strategy.start(grid, arrays, num_rounds=1, timeout=0.5)
+    assert strategy.journal.records[0].replies == replies
+    norms = seen[0].gradients.norm(dim=1)
+    if times > 100:
+        assert float(norms.max()) < 100 * float(norms.median())
+    elif guard is None:
+        assert float(norms.max()) > 10 * float(norms.median())
+    else:
+        others = torch.cat([norms[:CULPRIT], norms[CULPRIT + 1 :], norms[CULPRIT : CULPRIT + 1]])
+        assert float(norms[CULPRIT]) <= 3.01 * float(others.max())
+        assert float(seen[0].weights.max()) == 3 * 5  # of 16, 9, 7, 5, 3 and 1 rows
+
+
 def test_a_gradient_that_claims_more_rows_is_left_out():
     federation, grid = stating({}, "mime")
     strategy = strategy_for(federation, federation.method, min_train_nodes=3)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedbasin.core.method import Probe
 from fedbasin.deploy.bounds import MOST_NUMBERS
 from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
+from fedbasin.deploy.replies import FAR, Guard, clipped
 from fedbasin.deploy.wire import Refused, number, read_tree, the_record, write_tree
 
 GRADIENT = "gradient"  # what the server asks for
@@ -26,10 +27,12 @@ def gather_gradients(
     like: Tensor,
     timeout: float,
     least: int,
+    guard: Guard | None = None,
 ) -> tuple[list[int], Probe]:
     """Return the clients that sent a gradient, in order, and what they sent: the server's part.
 
-    Those that sent none are asked again while there are too few.
+    Those that sent none are asked again while there are too few. A gradient that is far longer than
+    the others is refused, and the guard bounds gradients and rows as it does replies.
     """
     content = RecordDict({"arrays": arrays, "config": ConfigRecord({ASK: GRADIENT})})
     gradients: dict[int, tuple[Tensor, float]] = {}
@@ -56,11 +59,38 @@ def gather_gradients(
                 "enough are connected"
             )
         time.sleep(1)
+    for client, why in _far(gradients):
+        del gradients[client]
+        clients.refuse(nodes[client], why)
+        _log.warning("client %d is left out of this round: %s", client, why)
     order = sorted(gradients)
     weights = torch.tensor([gradients[c][1] for c in order], dtype=torch.float64)
     rows = [gradients[c][0] for c in order]
     stacked = torch.stack(rows) if rows else like.new_empty(0, like.numel())
+    if guard is not None and len(order) >= 3:
+        excess: dict[int, float] = {}
+        stacked = clipped(stacked, guard.times, excess)
+        for row, times in excess.items():
+            why = f"its gradient is {guard.times * times:.3g} times the median norm: clipped"
+            clients.refuse(nodes[order[row]], why)
+            _log.warning("client %d: %s", order[row], why)
+        if guard.weight is not None:
+            weights = weights.clamp(max=guard.weight * float(weights.median()))
     return order, Probe(stacked.to(like.device), weights.to(like.device))
+
+
+def _far(gradients: Mapping[int, tuple[Tensor, float]]) -> list[tuple[int, str]]:
+    """Return whose gradient is so long that it can be no gradient of the same model, and why."""
+    norms = {c: float(torch.linalg.vector_norm(g.double())) for c, (g, _) in gradients.items()}
+    moved = [norm for norm in norms.values() if norm > 0]
+    if len(moved) < 3:
+        return []
+    usual = float(torch.tensor(moved, dtype=torch.float64).median())
+    return [
+        (client, f"its gradient is {norm / usual:.3g} times the median norm")
+        for client, norm in norms.items()
+        if norm > FAR * usual
+    ]
 
 
 def _read(reply: RecordDict, like: Tensor, rows: int | None) -> tuple[Tensor, float]:

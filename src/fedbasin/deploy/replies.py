@@ -17,7 +17,7 @@ from fedbasin.core.vectors import Weighting, shares
 from fedbasin.deploy.bounds import Bounds
 from fedbasin.deploy.wire import Codec, Part, Refused, number, read_tree, the_record
 
-_FAR = 100.0  # times the cohort's median, beyond which a loss or a report is refused
+FAR = 100.0  # times the cohort's median, beyond which a loss or a report is refused
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Collector:
         for name in ("last_loss", "mean_loss"):
             losses = torch.tensor([getattr(e, name) for e in self._metadata], dtype=torch.float64)
             usual = float(losses.abs().nanmedian()) if len(losses) >= 3 else math.inf
-            for i in torch.nonzero(losses.abs() > _FAR * (1 + usual))[:, 0].tolist():
+            for i in torch.nonzero(losses.abs() > FAR * (1 + usual))[:, 0].tolist():
                 what = f"its loss is {float(losses[i]):.3g}, the cohort's median {usual:.3g}"
                 far.append((i, what))
         return far
@@ -200,7 +200,7 @@ class Collector:
             if not bool((norms > 0).any()):
                 continue
             usual = float(norms[norms > 0].median())
-            for i in torch.nonzero(norms > _FAR * usual)[:, 0].tolist():
+            for i in torch.nonzero(norms > FAR * usual)[:, 0].tolist():
                 what = f"its report {path} is {float(norms[i]) / usual:.3g} times the median norm"
                 far.append((i, what))
         return far
@@ -326,9 +326,9 @@ def guarded(replies: Replies, server: Tensor, guard: Guard) -> Bounded:
         return Bounded(replies, [], [])
     replies, heavy = _weighed(replies, server, guard)
     excess: dict[int, float] = {}  # by row: times the limit
-    moves = _clipped(replies.models - server, guard.times, excess)
+    moves = clipped(replies.models - server, guard.times, excess)
     said = {row: "its update" for row in excess}
-    reports = mapped(lambda leaf: _clipped(leaf, guard.times, excess), replies.reports)
+    reports = mapped(lambda leaf: clipped(leaf, guard.times, excess), replies.reports)
     if not excess:
         return Bounded(replies, [], heavy)
     far = [
@@ -371,7 +371,7 @@ def _weighed(
     return bounded, said
 
 
-def _clipped(rows: Tensor, times: float, excess: dict[int, float]) -> Tensor:
+def clipped(rows: Tensor, times: float, excess: dict[int, float]) -> Tensor:
     """Return rows [C, ...] of which none is too long; note by how much some were."""
     if not rows.is_floating_point():
         return rows

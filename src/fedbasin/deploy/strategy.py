@@ -383,7 +383,13 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         nodes = {client: online[client] for client in request.cohort.tolist()}
         least = min(self.min_train_nodes, len(nodes))
         clients, probe = gather_gradients(
-            self._clients, nodes, arrays, request.sent.vector, self._timeout, least
+            self._clients,
+            nodes,
+            arrays,
+            request.sent.vector,
+            self._timeout,
+            least,
+            self.handling.guard,
         )
         return Probed(np.array(clients, dtype=np.int64), probe)
 
