@@ -8,7 +8,8 @@ r"""FedExP: a server step that is longer the more the clients' updates disagree.
 Norms are over all parameters of the model. p_i is the weighting of the base method. If all
 clients agree, eta_g = 1; if their updates are orthogonal and equally long, it is m/2.
 
-Departures from the paper: none known. The authors' code also scales eps by the square of the
+Departures from the paper: it prints sum_i |d_i|^2 / (2 m (|d|^2 + eps)), so its eps is m times
+ours. The authors' code also scales eps by the square of the
 clients' learning-rate decay, because d_i shrinks with it (``follow_lr=True``). In rounds whose
 inner method is not a mean (SCAFFOLD with eta_g != 1, server optimisers), d is what it gives.
 Cost: none for clients (|d_i|^2 where the server may not see models). Server: O(C P) a round, no

@@ -26,7 +26,8 @@ easy data (digits) a surer model lowers the proxy loss, and the norm grows where
 docs/methods/fedlaw.md has the evidence; `guard=0` is the paper. "quadratic"
 starts from data sizes, as the text says (the code: uniform). Where swa has 6 epochs or fewer for
 lambda, its last z counts (the code: the first).
-FedLAW-SWA fits lambda first and gamma second, as the code does; the text gives no order.
+FedLAW-SWA fits lambda first and gamma second, as the code does; the text fits gamma first and
+lambda with SWA second, and says that the other order works as well.
 Cost: none for clients. Server: `epochs` x batches forward and backward passes and twice as many
 C x P mat-vecs (three times with the guard); 3 models of memory beside the replies.
 """

@@ -14,13 +14,16 @@ FedACG, CReFF), each of the two has a window and a mean of its own.
 
 The other decays of the paper's Table 3 are `decay`: "constant" (eta = low), "cyclic" (a
 triangle between eta_{t_s} and low, period 20), "epochs" (one local epoch fewer every 20
-rounds), "step" (halved every 20 rounds), "none" (the configured schedule goes on).
+rounds), "none" (the configured schedule goes on). "step" (halved every 20 rounds) is the release's;
+the paper has no row for it.
 
 With an adaptive server there are two readings, and both are expressions: `ima(inner)` averages
 the models after the server's step, and a server optimiser around `ima` steps towards the mean of
 the raw client averages, as the authors' code does with FedAdam and FedYogi.
 
-Departures from the paper: where fewer than P models exist at t_s, their mean is taken. In the
+Departures from the paper: its text lets "cyclic" fall from 1e-2, the rate of round 0; here, as in
+the code, it falls from eta_{t_s}, which is what decay has left by then. Where fewer than P models
+exist at t_s, their mean is taken. In the
 authors' code "cyclic" overshoots to twice the maximum and "epochs" restarts the learning rate
 at its first value, which by itself explains that row of Table 3; here neither happens.
 Cost: none for clients. Server: O(D) a round, (4P + 12) D bytes for D parameters, twice that where
