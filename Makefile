@@ -9,7 +9,7 @@ EXTRA ?= core
 FLOWER ?= 1.40.0 1.41.0 # the range in pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-flower-versions test-federation test-kills lock sbom audit lint docs stranger format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test test-flower test-flower-versions test-federation test-fuzz test-soak test-kills lock sbom audit lint docs stranger format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -45,6 +45,12 @@ sbom: $(VENV)/.audit ## write sbom.cdx.json (CycloneDX) of the core, or of EXTRA
 
 audit: $(VENV)/.audit ## look up known weaknesses of what the core, or EXTRA=flower, installs (needs a network)
 	$(BIN)/pip-audit --require-hashes --disable-pip --requirement locks/$(EXTRA).txt
+
+test-fuzz: $(VENV)/.flower ## 100,000 forged messages of one client, over all methods (hours; ARGS='--maxfail 1')
+	OMP_NUM_THREADS=1 FEDBASIN_FUZZ=$${FEDBASIN_FUZZ:-100000} $(BIN)/python -m pytest -n $(WORKERS) tests/deploy/test_fuzz.py $(ARGS)
+
+test-soak: $(VENV)/.flower ## 200 clients for 300 rounds while nodes, ServerApps and SuperLinks die (ARGS='--clients 30 --rounds 40')
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/deploy/soak.py $(ARGS)
 
 lint: $(VENV)/.dev ## check format, style, types and who imports whom
 	$(BIN)/ruff format --check .

@@ -100,3 +100,22 @@ def test_more_noise_costs_more_and_averages_around_it_nothing():
         assert accuracy("tff", method, case="z 1") > by_noise[3] + 0.3
     spent = {line["case"]: line.get("epsilon") for line in TRUST.lines("tff")}
     assert spent["z 0.5"] > spent["z 0.75"] > spent["z 1"]
+
+
+def test_noise_costs_little_and_helps_the_median():
+    for method in ("fedavg", "ima", "wima", "fedlaw", "fedcda", "scaffold"):
+        cost = accuracy("noise", method, case="z 0") - accuracy("noise", method, case="z 0.2")
+        assert -0.3 < cost < 1.0
+    gain = accuracy("noise", "median", case="z 0.2") - accuracy("noise", "median", case="z 0")
+    assert gain > 5
+
+
+def test_non_iid_rows_alone_look_like_an_attack_and_buckets_help():
+    def one(method, size):
+        return accuracy("bucketing", method, case=f"buckets of {size}")
+
+    for rule in ("median", "krum"):
+        assert one(rule, 1) < one("mean", 1) - 40
+        assert one(rule, 1) + 3 < one(rule, 2) < one("mean", 1) - 20
+    for rule in ("mean", "rfa"):
+        assert one(rule, 2) < one(rule, 1)

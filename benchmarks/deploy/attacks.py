@@ -455,36 +455,33 @@ def cases_of(
 
 def method_table(now: list[Outcome], before: list[Outcome]) -> str:
     """Return what forged numbers and hostile models do to each method."""
-    lines = [
-        "| method | honest | forged numbers: before | now | template | sign flip: now | template "
-        "| x100: now | template |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["method", "honest", "forged numbers: before", "now", "template"]
+    heads += [f"{name}: {when}" for name in ("sign flip", "x100") for when in ("now", "template")]
+    rows = []
     for name in dict.fromkeys(each.method for each in now):
         own = [o for o in now if o.method == name]
         old = [o for o in before if o.method == name]
-        honest = _accuracy(own, "", "plain")
-        cells = [
-            _worst(old, "plain"),
-            _worst(own, "plain"),
-            _worst(own, "template"),
-            *(
-                _text(_accuracy(own, forgery, column))
-                for forgery in ("sign flip", "x100")
-                for column in COLUMNS
-            ),
-        ]
-        lines.append(f"| `{name}` | {_text(honest)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = [f"`{name}`", _text(_accuracy(own, "", "plain"))]
+        cells += [_worst(old, "plain"), _worst(own, "plain"), _worst(own, "template")]
+        for forgery in ("sign flip", "x100"):
+            cells += [_text(_accuracy(own, forgery, column)) for column in COLUMNS]
+        rows.append(cells)
+    return _table(heads, rows)
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    """Return a table without the columns in which nothing was measured."""
+    kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
+    lines = [[heads[i] for i in kept], ["---"] * len(kept)]
+    lines += [[row[i] for i in kept] for row in rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def forgery_table(now: list[Outcome], before: list[Outcome]) -> str:
     """Return what each forgery does: how many methods it takes below the bar, and to what share."""
-    lines = [
-        "| forged | methods | below the bar: before | now | template | lowest share of honest: now "
-        "| template | stopped or not resumed: before | now |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["forged", "methods", "below the bar: before", "now", "template"]
+    heads += ["lowest share of honest: now", "template", "stopped or not resumed: before", "now"]
+    lines = []
     for name, forgery in FORGERIES.items():
         shares = {}
         for key, rows, column in (
@@ -498,28 +495,27 @@ def forgery_table(now: list[Outcome], before: list[Outcome]) -> str:
                 for o in rows
                 if o.forgery == name and o.column == column
             }
-        if not shares["now"]:
+        if not (shares["now"] or shares["template"]):
             continue
+        tried = {m for share in shares.values() for m in share}
         below = {k: sum(v < BAR[forgery.kind] for v in s.values()) for k, s in shares.items()}
         lows = {k: min(s, key=lambda m, s=s: s[m]) for k, s in shares.items() if s}
         cells = [
-            str(len(shares["now"])),
-            str(below["before"]) if shares["before"] else "",
-            str(below["now"]),
-            str(below["template"]),
+            str(len(tried)),
+            *(f"{below[k]} of {len(shares[k])}" if shares[k] else "" for k in shares),
             *(
                 f"{shares[k][lows[k]]:.2f} ({lows[k]})" if k in lows else ""
                 for k in ("now", "template")
             ),
             *(
                 str(sum(o.forgery == name and bool(o.stopped or not o.resumed) for o in rows))
-                if rows
+                if any(o.forgery == name for o in rows)
                 else ""
                 for rows in (before, now)
             ),
         ]
-        lines.append(f"| {name}: {forgery.what} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([f"{name}: {forgery.what}", *cells])
+    return _table(heads, lines)
 
 
 def failures(now: list[Outcome]) -> list[str]:

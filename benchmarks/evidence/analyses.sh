@@ -18,10 +18,10 @@ device="--set partition.how=shards(per_client=2) --set partition.clients=50 --ro
     --set local.lr=0.03"
 silo="--set partition.how=shards(per_client=2) --set partition.clients=10 --rounds 80 \
     --set sim.participation=fraction(rate=1.0) --set snapshots.every=5 --set local.lr=0.03"
-skews="--set partition.clients=20 --rounds 60 --set sim.participation=fraction(rate=1.0) \
+skews="--set partition.clients=20 --rounds 30 --set sim.participation=fraction(rate=1.0) \
     --set data.proxy_per_class=10 --set local.lr=0.03 --set snapshots.every=5 --set local.epochs=3"
 tail="--set data.imbalance=0.1 --set partition.how=client_dirichlet(alpha=0.1) \
-    --set partition.clients=20 --set sim.participation=count(clients=5) --rounds 80 \
+    --set partition.clients=20 --set sim.participation=count(clients=5) --rounds 40 \
     --set local.momentum=0.0 --set local.lr=0.1 --set snapshots.every=5 --set snapshots.clients=false"
 
 # FedIMA: cross-device (Figures 1, 5, 7c-10) and cross-silo with decay and without (2-4).
@@ -32,12 +32,12 @@ train silo-decay $silo --method fedavg --set 'local.schedule=exponential(decay=0
 # FedLAW: half of the clients balanced, half not (Figures 3-7, 10-12, Table 11).
 hybrid='--set partition.how=hybrid_dirichlet(alpha1=10.0,alpha2=0.1)'
 train law-fedavg $skews $hybrid --method fedavg
-train law-gamma $skews $hybrid --method 'fedlaw(learn="gamma",guard=0)'
-train law-lambda $skews $hybrid --method 'fedlaw(learn="lambda")'
-train law-both $skews $hybrid --method 'fedlaw'
-train law-cohorts $skews $hybrid --method 'fedlaw(learn="lambda")' \
+train law-gamma $skews $hybrid --method 'fedlaw(learn="gamma",guard=0,epochs=20)'
+train law-lambda $skews $hybrid --method 'fedlaw(learn="lambda",epochs=20)'
+train law-both $skews $hybrid --method 'fedlaw(epochs=20)'
+train law-cohorts $skews $hybrid --method 'fedlaw(learn="lambda",epochs=20)' \
     --set 'sim.participation=count(clients=5)'
-train law-three --rounds 40 --set partition.clients=3 --set local.lr=0.03 --set snapshots.every=4 \
+train law-three --rounds 24 --set partition.clients=3 --set local.lr=0.03 --set snapshots.every=4 \
     --set 'partition.how=hybrid_dirichlet(alpha1=10.0,alpha2=0.1,equal=True)' \
     --set 'sim.participation=fraction(rate=1.0)' --method fedavg
 # FedCDA (equation 5, Theorem 2).

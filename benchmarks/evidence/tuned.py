@@ -2,6 +2,7 @@
 
     python benchmarks/evidence/tuned.py run OUT fmnist wisdm housing tail --jobs 16 --minutes 6
     python benchmarks/evidence/tuned.py table LINES...
+    python benchmarks/evidence/tuned.py page        (docs/methods/evidence.md from results/)
 
 The problems are fmnist (an MLP, 100 clients, Dirichlet(0.1)), wisdm (activities by person), housing
 (a regression, clients by quantiles of the target) and tail (Fashion-MNIST with a long tail). All
@@ -73,6 +74,8 @@ NOT_ASKED = (
     *("trimmed_mean", "dp"),
 )
 MOST_AVERAGED = 8
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[2] / "docs" / "methods" / "evidence.md"
 SIM = SimConfig(
     participation="count(clients=10)", checkpoint_every=1000, evaluate_every=5, device="cpu"
 )
@@ -419,6 +422,22 @@ def table(args: argparse.Namespace) -> None:
         print(table_of([line for line in lines if line["problem"] == problem]))
 
 
+def page(args: argparse.Namespace) -> None:
+    """Write the tables of the page anew."""
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_tables(text: str) -> str:
+    """Return a page whose marked places hold the tables of the lines in results/."""
+    for problem in PROBLEMS:
+        start, end = f"<!-- {problem} -->\n", f"<!-- end of {problem} -->"
+        before, found, rest = text.partition(start)
+        if found:
+            lines = read([RESULTS / f"tuned_{problem}.jsonl"])
+            text = before + start + table_of(lines) + end + rest.partition(end)[2]
+    return text
+
+
 def table_of(lines: list[dict]) -> str:
     """Return the verdict and the table of one problem, as the page has them."""
     final = [line for line in lines if line["kind"] == "final"]
@@ -500,6 +519,8 @@ def main() -> None:
     other = commands.add_parser("table", help="print tables from lines")
     other.set_defaults(do=table)
     other.add_argument("lines", type=Path, nargs="+")
+    written = commands.add_parser("page", help="write the tables of docs/methods/evidence.md anew")
+    written.set_defaults(do=page)
     args = parser.parse_args()
     args.do(args)
 

@@ -74,8 +74,12 @@ def test_each_factor_equals_numpy_loops():
     f, pi, mine = outputs.numpy(), share.double().numpy(), own.numpy()
     draws, clients, rows, classes = f.shape
     train = heter = cross = variance = covariance = loss = 0.0
+    bound = 0.0
     own_rows, other_rows = np.zeros(clients), np.zeros(clients)
     for x in range(rows):
+        spread = f[:, :, x] - f[:, :, x].mean(0)
+        pairs = [np.mean([d[j] @ d[k] for d in spread]) for j in range(clients) for k in range(j)]
+        bound += (clients - 1) / clients * min(pairs) / rows
         y = np.eye(classes)[int(labels[x])]
         bias = [y - f[:, k, x].mean(0) for k in range(clients)]
         t = sum(pi[k] * bias[k] * mine[k, x] for k in range(clients))
@@ -92,8 +96,11 @@ def test_each_factor_equals_numpy_loops():
         wrong = [y - sum(pi[k] * f[d, k, x] for k in range(clients)) for d in range(draws)]
         loss += np.mean([e @ e for e in wrong])
     wanted = [v / rows for v in (train, heter, cross, variance, covariance, loss)]
-    np.testing.assert_allclose(found[:6], wanted, rtol=1e-10)
-    np.testing.assert_allclose(found[6:], [pi @ own_rows, pi @ other_rows], rtol=1e-10)
+    np.testing.assert_allclose([*found[:5], found.ensemble_loss], wanted, rtol=1e-10)
+    np.testing.assert_allclose(found[-2:], [pi @ own_rows, pi @ other_rows], rtol=1e-10)
+    assert found.covariance_bound == pytest.approx(bound)
+    even = decompose(outputs, labels, torch.ones(clients), own)
+    assert even.covariance_bound <= even.covariance
     one = decompose(outputs[:1, :1], labels, torch.ones(1), own[:1])
     assert squared_error(outputs[0, 0], labels) == pytest.approx(one.ensemble_loss)
 

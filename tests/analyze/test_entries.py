@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedbasin import Experiment, LocalConfig, PartitionConfig, SimConfig, SnapshotConfig, build, run
 from fedbasin.analyze import CATALOGUE, AnalysisError, Options, find
 from fedbasin.analyze.coherence import gradient_coherence
-from fedbasin.analyze.draw import draw
+from fedbasin.analyze.draw import _looks, draw
 from fedbasin.analyze.subject import label, resolve
 from fedbasin.cli import app, main
 from fedbasin.cli.analyze import read_groups
@@ -51,6 +51,7 @@ METHODS = {
 RUNS_OF = {
     "selection": ["fedcda"],
     "pearson": ["fedlaw"],
+    "lambdas": ["fedlaw", "few"],
     "shrinking": ["fedavg", "fedlaw"],
     "decomposition": ["fedavg", "again"],
 }
@@ -108,8 +109,11 @@ def test_the_ends_of_a_line_score_what_the_records_say(runs):
     """At 0 and 1 the line is at models whose accuracy and loss the run has recorded."""
     (subject,) = subjects(runs, "fedavg")
     found = find("line")([subject], Options(points=3, margin=0, rows=0))
-    loss = series(found, "test loss", "test loss")
-    error = series(found, "test error", "test error")
+    loss = series(found, "test loss", "score:2 to score:4")
+    error = series(found, "test error", "score:2 to score:4")
+    assert [mark.y for mark in panel(found, "test loss").marks] == pytest.approx(
+        [loss.y[0], loss.y[2]]
+    )
     for place, number in ((0, 2), (2, 4)):
         record = subject.records[number - 1]
         assert loss.y[place] == pytest.approx(record.metric("loss"), rel=1e-5)
@@ -117,28 +121,48 @@ def test_the_ends_of_a_line_score_what_the_records_say(runs):
 
 
 def test_two_runs_make_a_line_between_their_last_models(runs):
-    found = find("line")(subjects(runs, "fedavg", "bare"), Options(points=2, margin=0, rows=0))
-    assert "0 is 1/score:last, 1 is 2/final" in found.panels[0].x_label
-    first, last = found.panels[0].series[0].y
-    assert first == pytest.approx(last)  # the same run, with and without snapshots
+    three = subjects(runs, "fedavg", "bare", "fedlaw")
+    found = find("line")(three, Options(points=2, margin=0, rows=0))
+    same, other = found.panels[0].series
+    assert same.name == "fedavg, fedavg score:last to fedavg, bare final"
+    assert same.y[0] == pytest.approx(same.y[1])  # the same run, with and without snapshots
+    assert "the two models are identical" in found.notes[1]
+    assert (
+        other.name.endswith("to fedlaw(epochs=5) score:last") and " apart, least" in found.notes[2]
+    )
+    score = three[2].records[3].metric("loss")
+    assert found.panels[0].marks[3].y == pytest.approx(score, rel=1e-5)
     with pytest.raises(AnalysisError, match="a line needs two"):
         find("line")(subjects(runs, "bare"))
-    with pytest.raises(AnalysisError, match="two --models, got 1"):
+    with pytest.raises(AnalysisError, match="in pairs, got 1"):
         find("line")(subjects(runs, "fedavg"), Options(models=("final",)))
 
 
 def test_a_plane_marks_clients_their_mean_and_others_where_they_are(runs):
     (subject,) = subjects(runs, "fedavg")
     found = find("plane")([subject], Options(points=4, rows=30))
-    grid = panel(found, "test loss")
-    assert [m.name for m in grid.marks] == ["client0:4", "client1:4", "client2:4", "mean:4"]
+    assert [p.title for p in found.panels][::2] == ["round 2: test loss", "round 4: test loss"]
+    grid = panel(found, "round 4: test loss")
+    three = ["client0:4", "client1:4", "client2:4"]
+    assert [m.name for m in grid.marks] == [*three, "mean:4", "mean of the three"]
+    middle = grid.marks[-1]
+    corners = [(m.x, m.y) for m in grid.marks[:3]]
+    assert (middle.x, middle.y) == pytest.approx(np.mean(corners, 0).tolist(), abs=1e-5)
     shot = subject.snapshots.get(4)
     apart = float((shot.models[0] - shot.models[1]).norm())
     assert (grid.marks[0].x, grid.marks[0].y) == pytest.approx((0, 0))
     assert (grid.marks[1].x, grid.marks[1].y) == pytest.approx((apart, 0), abs=1e-5)
     (averaged,) = subjects(runs, "wima")
-    marks = panel(find("plane")([averaged], Options(points=2, rows=30)), "test loss").marks
-    assert [m.name for m in marks][-2:] == ["mean:4", "score:4"]
+    found = find("plane")([averaged], Options(points=2, rows=30))
+    marks = panel(found, "round 4: test loss").marks
+    assert [m.name for m in marks][-3:] == ["mean:4", "score:4", "mean of the three"]
+    named = Options(models=("client0:4", "client1:4", "client2:4"), points=3, rows=0)
+    (told,) = [n for n in find("plane")([subject], named).notes if "their mean has" in n]
+    scorer = build(BASE).evaluator
+    own = scorer.score(shot.models[:3].mean(0))["loss"]
+    assert f"their mean has {own:.4g} and lies" in told
+    corner = scorer.score(shot.models[0])["loss"]
+    assert f"losses {corner:.4g}, " in told
     with pytest.raises(AnalysisError, match="at least three"):
         find("plane")([subject], Options(models=("score:2", "score:4")))
     with pytest.raises(AnalysisError, match="keeps models of 0 rounds"):
@@ -177,15 +201,83 @@ def test_decomposition_adds_up_and_names_its_draws(runs):
     np.testing.assert_allclose(total, series(found, title, "ensemble loss").y, rtol=1e-12)
     assert series(found, title, "train bias").x == (2, 4)
     assert min(series(found, title, "variance").y) > 0 and "2 draws" in found.notes[1]
-    own = series(found, "bias of client models", "own rows (TrainBias)").y
-    others = series(found, "bias of client models", "others' rows (HeterBias)").y
+    own = series(found, "bias of client models", "fedavg, own rows (TrainBias)").y
+    others = series(found, "bias of client models", "fedavg, others' rows (HeterBias)").y
     assert max(own) < min(others)  # label skew: clients know their own rows best
     alone = find("decomposition")(both[:1], Options(rows=60))
     assert max(series(alone, title, "variance").y) == 0 and "one draw" in alone.notes[1]
     late = find("decomposition")(both[:1], Options(rows=60, draws=2))
     assert series(late, title, "variance").x == (4,)
     with pytest.raises(AnalysisError, match="same clients"):
-        find("decomposition")(subjects(runs, "fedavg", "few"), Options(rows=60))
+        alike = [replace(s, setting="one") for s in subjects(runs, "fedavg", "few")]
+        find("decomposition")(alike, Options(rows=60))
+
+
+def test_runs_of_different_settings_are_not_draws_of_one_another(runs):
+    fedavg, again, other = subjects(runs, "fedavg", "again", "fedlaw")
+    assert fedavg.setting == again.setting != other.setting
+    found = find("decomposition")([fedavg, other, again], Options(rows=60))
+    titles = [p.title for p in found.panels if p.title.startswith("factors")]
+    assert titles == [
+        "factors of the squared error: fedavg",
+        "factors of the squared error: fedlaw(epochs=5)",
+    ]
+    assert (
+        max(series(found, titles[1], "variance").y)
+        == 0
+        < min(series(found, titles[0], "variance").y)
+    )
+    score = series(found, "test accuracy", "fedavg")
+    assert score.y == pytest.approx(
+        [r.metric("accuracy") for r in fedavg.records if r.metric("accuracy")]
+    )
+    bound = series(found, "covariance and its lower bound", "fedavg, least pair").y
+    assert all(b <= c for b, c in zip(bound, series(found, titles[0], "covariance").y, strict=True))
+
+
+def test_averaging_and_cka_show_every_round_or_run_they_speak_of(runs):
+    both = subjects(runs, "fedavg", "wima")
+    found = find("averaging")(both[:1], Options(rows=60, count=2))
+    assert [s.name for s in panel(found, "test error").series][::2] == [
+        "fedavg, round 2", "fedavg, round 4",
+    ]  # fmt: skip
+    gap = series(found, "Lemma 1", "fedavg, round 4")
+    slope = (gap.y[0] - gap.y[-1]) / (gap.x[0] - gap.x[-1])
+    assert 1.5 < slope < 2.5  # on log-log the gap falls by about two a decade
+    straight = series(found, "Lemma 1", "slope 2")
+    assert straight.y[-1] == gap.y[-1]
+    assert (straight.y[0] - straight.y[-1]) == pytest.approx(2 * (gap.x[0] - gap.x[-1]))
+    grids = [p.title for p in find("cka")(both, Options(rows=60)).panels if p.kind == "grid"]
+    assert grids == [f"linear CKA at round 4, {s.method}" for s in both]
+
+
+def test_lambdas_are_those_of_the_records(runs):
+    (subject,) = subjects(runs, "fedlaw")
+    found = find("lambdas")([subject])
+    assert series(found, "gamma", "fedlaw(epochs=5)").y == pytest.approx(
+        [r.notes["gamma"] for r in subject.records]
+    )
+    own = series(found, "lambda of each client: fedlaw(epochs=5)", "client 3").y
+    assert own == pytest.approx([r.notes["lambdas"][3] for r in subject.records])
+    groups = Options(groups=(frozenset({0, 1}), frozenset({5})))
+    first, second = find("lambdas")([subject], groups).panels[1].series
+    assert first.y == pytest.approx([np.mean(r.notes["lambdas"][:2]) for r in subject.records])
+    assert second.y == pytest.approx([r.notes["lambdas"][5] for r in subject.records])
+    (few,) = subjects(runs, "few")  # who did not take part has no weight in that round
+    drawn = find("lambdas")([few]).panels[1].series
+    assert any(np.isnan(line.y).any() for line in drawn)
+
+
+def test_lines_of_one_run_have_one_colour_and_a_style_each():
+    def looks(*names):
+        return _looks(Lines("", "round", "", tuple(Line(n, (1.0,), (1.0,)) for n in names)))
+
+    a, b, c, d = looks(
+        "fedlaw(lr=1, guard=0), head", "fedlaw(lr=1, guard=0), tail", "x, head", "x, tail"
+    )
+    assert a[0] == b[0] != c[0] == d[0] and a[1] == c[1] != b[1] == d[1]
+    assert len({look for look in looks("fedlaw(lr=1, guard=0)", "fedavg", "x")}) == 3
+    assert len({look for look in looks("x, head", "x, middle", "x, tail")}) == 3
 
 
 def test_the_two_pulls_have_the_ratio_that_fedlaw_recorded(runs):
@@ -197,6 +289,9 @@ def test_the_two_pulls_have_the_ratio_that_fedlaw_recorded(runs):
     known = np.isfinite(recorded) & np.isfinite(pull)
     assert known.sum() >= 2 and np.isnan(pull[0])  # the initial model's norm is not recorded
     np.testing.assert_allclose((step / pull)[known], recorded[known], rtol=1e-3)
+    gammas = [r.notes["gamma"] for r in subject.records]
+    assert f"above 1 in {sum(g > 1 for g in gammas)}" in found.notes[-1]
+    assert f"gamma is 1 in {sum(g == 1 for g in gammas)} of 4 rounds" in found.notes[-1]
     shares = panel(found, "parameters").series[0].y
     assert sum(shares) == pytest.approx(1)
 
@@ -231,6 +326,15 @@ def test_coherence_weighs_by_learnt_lambdas_where_there_are_some(runs):
                 cosine = g[i] @ g[j] / np.linalg.norm(g[i]) / np.linalg.norm(g[j])
                 total += lambdas[i] * lambdas[j] * cosine / 6
     assert found.panels[0].series[0].y[-1] == pytest.approx(total)
+    (mix, by_samples, everyone) = panel(found, "class mix of the last cohort").series
+    counts = subject.data.counts.double().numpy()
+    mixes = counts / counts.sum(1, keepdims=True)
+    assert mix.values == pytest.approx((np.array(lambdas) @ mixes).tolist())
+    share = counts.sum(1) / counts.sum()
+    assert by_samples.values == pytest.approx((share @ mixes).tolist())
+    assert everyone.values == pytest.approx((counts.sum(0) / counts.sum()).tolist())
+    for mark in found.panels[0].marks:
+        assert mark.y == found.panels[0].series[0].y[found.panels[0].series[0].x.index(mark.x)]
     names = [s.name.removeprefix("fedlaw(epochs=5), ") for s in panel(found, "groups").series]
     assert names == ["group 1", "group 1 with 2", "group 2"]
 

@@ -209,6 +209,16 @@ def test_one_node_does_not_fix_the_number_of_clients_for_all(first):
     assert sorted(clients.wait(5)) == [1, 2, 3, 4, 5] and clients.total == 6
 
 
+@pytest.mark.parametrize("number", ["num-examples", "partition-id", "num-partitions"])
+def test_a_node_states_whole_numbers(number):
+    """1e-300 rows were taken for none, without a word."""
+    _, grid = stating({CULPRIT: {number: 1e-300 if number == "num-examples" else 2.5}})
+    clients = Clients(Mailbox(grid), patience=1.0, total=6)
+    assert sorted(clients.wait(5)) == [0, 1, 3, 4, 5]
+    (refused,) = clients.refusals()
+    assert number in refused.reason and grid.client(refused.node) == CULPRIT
+
+
 @pytest.mark.parametrize("lie", [[1, 2], [2**50, 0, 0], [1] * 10000])
 def test_class_counts_that_cannot_be_cost_their_client_and_no_more(lie):
     rows = {"class-counts": lie, "num-examples": sum(lie)}

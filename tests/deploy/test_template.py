@@ -17,7 +17,7 @@ from flwr.app import Context, RecordDict
 
 from fedbasin.cli.app import app as command
 from fedbasin.core.record import RunFolder
-from fedbasin.deploy import nested, write_app
+from fedbasin.deploy import Guard, nested, write_app
 from fedbasin.deploy.federation import LocalFederation
 from fedbasin.experiment import from_mapping, run
 
@@ -48,7 +48,8 @@ def test_a_new_app_equals_the_simulation_of_its_settings(package, tmp_path):
     assert app["components"]["serverapp"] == "my_first_app.server_app:app"
     from my_first_app import client_app, server_app
 
-    assert app["config"]["federation"]["guard"] is True
+    assert app["config"]["federation"]["guard"] is True  # Guard(), whose bounds attacks.py measures
+    assert (Guard().times, Guard().weight) == (3.0, 3.0)
     settings = flat(app["config"]) | {
         "federation.folder": str(tmp_path / "run"),
         "federation.guard": False,

@@ -19,7 +19,7 @@ from fedbasin.local import Prox
 from fedbasin.methods import FedAvg, FedProx, Mime, Scaffold
 from fedbasin.sim import Diverged, Interrupted, run
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.runner import _stop_after_round, start_from_prefix
+from fedbasin.sim.runner import start_from_prefix, stop_after_round
 from fedbasin.testing import toy_federation
 
 
@@ -441,7 +441,7 @@ def test_a_branch_goes_on_with_what_its_trunk_had_learnt(tmp_path):
 
 
 def test_one_stop_of_each_kind_is_one_stop_and_the_same_twice_stops_at_once():
-    with _stop_after_round() as asked:
+    with stop_after_round() as asked:
         assert not asked()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)  # as where the process that began this one is ended, too

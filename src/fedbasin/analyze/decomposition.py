@@ -12,6 +12,8 @@ the rows of client k, and E the mean over several draws of the models (seeds, or
 in the mean over rows. This is exact for the ensemble; the model with the mean weights differs
 from it by O(Delta^2), Delta = max_k |w_k - sum_j pi_j w_j| (locality, the fifth factor). The
 theorem prints the bias without its square; the proof has it.
+
+Corollary 1, for clients of equal size: sum_{j != k} Cov_jk / K^2 >= (K - 1) / K E_x min Cov_jk.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from fedbasin.core.vectors import shares, weighted_mean
 
 
 class Factors(NamedTuple):
-    """The parts of the ensemble's squared error; the first five sum to `ensemble_loss`."""
+    """The parts of the ensemble's squared error; five sum to `ensemble_loss`."""
 
     train_bias: float  # mean |T|^2
     heter_bias: float  # mean |H|^2
     cross: float  # 2 mean <T, H>
     variance: float
     covariance: float
+    covariance_bound: float  # (K - 1) / K mean over rows of min_{j != k} Cov_jk (Corollary 1)
     ensemble_loss: float  # E |y - sum_k pi_k f_k|^2, measured
     own_rows: float  # sum_k pi_k mean over D_k of |y - E f_k|, Figure 2's training bias
     other_rows: float  # the same over all rows that are not k's, its heterogeneous bias
@@ -62,6 +65,12 @@ def decompose(outputs: Tensor, labels: Tensor, share: Tensor, own: Tensor) -> Fa
     ensemble = torch.einsum("k,dknc->dnc", share, outputs)
     sizes = bias.norm(dim=-1)  # [K, n]
 
+    # Cov_jk of each row [n, K, K]; K <= some tens of clients.
+    pairs = torch.einsum("djnc,dknc->njk", spread, spread) / len(outputs)
+    count = outputs.shape[1]
+    apart = pairs + torch.diag(torch.full((count,), torch.inf, dtype=torch.float64))
+    least = apart.amin((1, 2)) if count > 1 else torch.zeros(len(labels), dtype=torch.float64)
+
     def mean_size(rows: Tensor) -> float:
         count = rows.sum(1)
         each = (sizes * rows).sum(1) / count.clamp(min=1)
@@ -75,6 +84,7 @@ def decompose(outputs: Tensor, labels: Tensor, share: Tensor, own: Tensor) -> Fa
         variance=float(variance),
         # sum_{k, j} pi_k pi_j Cov_kj is the variance of the ensemble; k = j is `variance`.
         covariance=float(whole.square().sum(-1).mean() - variance),
+        covariance_bound=float((count - 1) / count * least.mean()),
         ensemble_loss=float((target - ensemble).square().sum(-1).mean()),
         own_rows=mean_size(own),
         other_rows=mean_size(~own),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart by colour-blind readers; then by the style of the line.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 _STYLES = ("-", "--", "-.", ":")
+_CROWDED = 5  # from more lines than this the legend stands beside the panel
 _SCALE = "cividis"  # even in lightness, and made for colour-blind readers
 
 
@@ -67,9 +68,7 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel) -> None:
 def _draw_lines(axes: Axes, panel: Lines) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    for number, line in enumerate(panel.series):
-        colour = _COLOURS[number % len(_COLOURS)]
-        style = _STYLES[number // len(_COLOURS) % len(_STYLES)]
+    for line, (colour, style) in zip(panel.series, _looks(panel), strict=True):
         dot = "o" if len(line.x) <= 12 else ""
         axes.plot(
             line.x, line.y, style, marker=dot, markersize=3, color=colour, label=_plain(line.name)
@@ -84,8 +83,34 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
     if panel.x_label == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    if panel.series:
+    if len(panel.series) > _CROWDED:
+        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    elif panel.series:
         axes.legend(fontsize="x-small")
+
+
+def _looks(panel: Lines) -> list[tuple[str, str]]:
+    """Return colour and style of each line: one colour a run, where lines are parts of runs.
+
+    A name is "run, part" or a run alone; the part is what follows the last comma outside brackets.
+    """
+    split = [_run_and_part(line.name) for line in panel.series]
+    runs = list(dict.fromkeys(run for run, _ in split))
+    parts = list(dict.fromkeys(part for _, part in split))
+    if len(runs) == len(split) or len(runs) == 1 or len(parts) > len(_STYLES):
+        places = [(i, i // len(_COLOURS)) for i in range(len(split))]
+    else:
+        places = [(runs.index(run), parts.index(part)) for run, part in split]
+    return [(_COLOURS[c % len(_COLOURS)], _STYLES[s % len(_STYLES)]) for c, s in places]
+
+
+def _run_and_part(name: str) -> tuple[str, str]:
+    depth = 0
+    for place in range(len(name) - 1, 0, -1):
+        depth += {")": 1, "(": -1}.get(name[place], 0)
+        if name[place] == "," and not depth:
+            return name[:place], name[place + 1 :].strip()
+    return name, ""
 
 
 def _draw_grid(figure: Figure, axes: Axes, panel: Grid) -> None:

@@ -41,8 +41,18 @@ from fedbasin.analyze.subject import (
     sampled,
     table,
 )
-from fedbasin.core.evaluator import Evaluator
-from fedbasin.core.figure_data import Grid, Line, Lines, Mark, Panel, Table
+from fedbasin.core.evaluator import Evaluator, Tick
+from fedbasin.core.figure_data import (
+    Bars,
+    BarSeries,
+    Grid,
+    Line,
+    Lines,
+    Mark,
+    Numbers,
+    Panel,
+    Table,
+)
 from fedbasin.core.rng import root
 from fedbasin.core.snapshot import Snapshot
 from fedbasin.core.vectors import shares
@@ -67,15 +77,74 @@ def _cohort(snapshot: Snapshot) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     needs=("classes",),
 )
 def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
-    """Take the squared error of each kept round apart; draws are runs, or late rounds of one."""
-    first = subjects[0]
-    tick = watch("decomposition", len(first.snapshots.stored()))
+    """Take the squared error of each kept round apart; draws are seeds, or late rounds of a run.
+
+    Runs of different settings, such as schedules, are never draws of one another: each setting has
+    its own lines, beside the test score of its first run.
+    """
+    tick = watch("decomposition", sum(len(s.snapshots.stored()) for s in subjects))
+    panels: dict[str, list[Line]] = {title: [] for title in ("bias", "locality", "test", "bound")}
+    factors: list[Panel] = []
+    notes = []
+    groups = _settings(subjects)
+    for runs in groups:
+        name = label(runs[0], [group[0] for group in groups])
+        x, found, averaged, far, told = _decomposed(runs, options, tick)
+        names = ("train_bias", "heter_bias", "cross", "variance", "covariance", "ensemble_loss")
+        parts = [Line(n.replace("_", " "), x, tuple(getattr(f, n) for f in found)) for n in names]
+        parts.append(Line("averaged model's loss", x, averaged))
+        title = "factors of the squared error"
+        title += f": {name}" if len(groups) > 1 else ""
+        factors.append(Lines(title, "round", "mean over rows", tuple(parts)))
+        panels["bias"] += [
+            Line(f"{name}, own rows (TrainBias)", x, tuple(f.own_rows for f in found)),
+            Line(f"{name}, others' rows (HeterBias)", x, tuple(f.other_rows for f in found)),
+        ]
+        panels["locality"].append(Line(name, x, far))
+        panels["bound"] += [
+            Line(f"{name}, covariance", x, tuple(f.covariance for f in found)),
+            Line(f"{name}, least pair", x, tuple(f.covariance_bound for f in found)),
+        ]
+        scored = [(r.round, r.metric(runs[0].headline.name)) for r in runs[0].records]
+        kept = [(float(round), float(value)) for round, value in scored if value is not None]
+        panels["test"].append(Line(name, tuple(r for r, _ in kept), tuple(v for _, v in kept)))
+        notes += [f"{name}: {one}" for one in told]
+    headline = subjects[0].headline.name
+    return Found(
+        [
+            *factors,
+            Lines("bias of client models", "round", "mean |y - E f|", tuple(panels["bias"])),
+            Lines("locality", "round", "max |w_k - w|", tuple(panels["locality"])),
+            Lines(f"test {headline}", "round", headline, tuple(panels["test"])),
+            Lines("covariance and its lower bound", "round", "sum", tuple(panels["bound"])),
+        ],
+        [
+            *notes,
+            "train bias + heter bias + cross + variance + covariance = ensemble loss, exactly",
+            "lower bound: Corollary 1, the pair of clients with the least covariance, row by row",
+        ],
+    )
+
+
+def _settings(subjects: Sequence[Subject]) -> list[list[Subject]]:
+    """Group runs that differ in their seed alone."""
+    groups: dict[str, list[Subject]] = {}
+    for subject in subjects:
+        groups.setdefault(subject.setting or subject.method, []).append(subject)
+    return list(groups.values())
+
+
+def _decomposed(
+    runs: Sequence[Subject], options: Options, tick: Tick
+) -> tuple[Numbers, list[Factors], Numbers, Numbers, list[str]]:
+    """Return rounds, factors, losses of the averaged model, locality and notes of one setting."""
+    first = runs[0]
+    whole = first.data.train
     rounds = []
-    factors: list[Factors] = []
+    factors = []
     averaged = []
     far = []
-    whole = first.data.train
-    for window in _windows(subjects, options.draws):
+    for window in _windows(runs, options.draws):
         _, models, weights, clients = _cohort(window[-1])
         evaluator, rows = sampled(whole, first, options, window[-1].buffers, 2000)
         own = first.data.owner.cpu()[rows] == clients[:, None]
@@ -87,29 +156,14 @@ def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Wat
         far.append(locality(models, mean, weights).farthest)
         rounds.append(float(window[-1].round))
         tick(1)
-    x = tuple(rounds)
-    names = ("train_bias", "heter_bias", "cross", "variance", "covariance", "ensemble_loss")
-    parts = [Line(n.replace("_", " "), x, tuple(getattr(f, n) for f in factors)) for n in names]
-    parts.append(Line("averaged model's loss", x, tuple(averaged)))
-    bias = (
-        Line("own rows (TrainBias)", x, tuple(f.own_rows for f in factors)),
-        Line("others' rows (HeterBias)", x, tuple(f.other_rows for f in factors)),
-    )
     count = len(window)
-    what = "runs" if len(subjects) > 1 else "late rounds"
+    what = "seeds" if len(runs) > 1 else "late rounds"
     few = "; with one draw variance and covariance are 0" if count == 1 else ""
-    return Found(
-        [
-            Lines("factors of the squared error", "round", "mean over rows", tuple(parts)),
-            Lines("bias of client models", "round", "mean |y - E f|", bias),
-            Lines("locality", "round", "max |w_k - w|", (Line("farthest", x, tuple(far)),)),
-        ],
-        [
-            rows_note(evaluator, whole, "training"),
-            f"expectation over {count} draws of each client's model ({what}){few}",
-            "train bias + heter bias + cross + variance + covariance = ensemble loss, exactly",
-        ],
-    )
+    notes = [
+        rows_note(evaluator, whole, "training"),
+        f"expectation over {count} draws of each client's model ({what}){few}",
+    ]
+    return tuple(rounds), factors, tuple(averaged), tuple(far), notes
 
 
 def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]]:
@@ -144,33 +198,38 @@ def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]
     needs=("classes",),
 )
 def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
-    """Average random subsets of the last kept cohort of each run."""
+    """Average random subsets of an early, a middle and the last kept cohort of each run."""
     curves = []
     gaps = []
     notes = []
     for subject in subjects:
-        snapshot = subject.last_cohort()
         name = label(subject, subjects)
-        _, models, weights, _ = _cohort(snapshot)
-        evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
-        tick = watch(f"averaging, {name}", len(models) * (options.count + 6))
         key = root(subject.seed).fold("averaging")
-        mean = error_by_count(evaluator, models, weights, key, options.count, tick)
-        ensemble = ensemble_by_count(evaluator, models, weights, key, options.count)
-        gap = ensemble_gap(evaluator, models, weights, tick=tick)
-        for what, curve in ((name, mean), (f"{name}, ensemble", ensemble)):
-            band = (numbers(curve.low), numbers(curve.high))
-            curves.append(Line(what, numbers(curve.averaged), numbers(curve.mean), *band))
-        gaps.append(Line(name, numbers(gap.distance), numbers(gap.gap)))
-        notes += [
-            f"{subject.name}: round {snapshot.round}, {rows_note(evaluator, subject.data.test)}",
-            f"{subject.name}: the gap falls as the distance to the power {gap.order:.2f}",
-        ]
-    gap_axis = "max |w_k - w| as deviations are halved"
+        for snapshot in subject.stages():
+            _, models, weights, _ = _cohort(snapshot)
+            evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
+            at = f"{name}, round {snapshot.round}"
+            tick = watch(f"averaging, {at}", len(models) * (options.count + 6))
+            mean = error_by_count(evaluator, models, weights, key, options.count, tick)
+            ensemble = ensemble_by_count(evaluator, models, weights, key, options.count)
+            gap = ensemble_gap(evaluator, models, weights, tick=tick)
+            for what, curve in ((at, mean), (f"{at} ensemble", ensemble)):
+                band = (numbers(curve.low), numbers(curve.high))
+                curves.append(Line(what, numbers(curve.averaged), numbers(curve.mean), *band))
+            gaps.append(Line(at, numbers(gap.distance.log10()), numbers(gap.gap.log10())))
+            notes += [
+                f"{at}: {rows_note(evaluator, subject.data.test)}; error of one model "
+                f"{float(mean.mean[0]):.3g}, of all averaged {float(mean.mean[-1]):.3g}",
+                f"{at}: the gap falls as the distance to the power {gap.order:.2f}",
+            ]
+    last = gaps[-1]
+    straight = tuple(last.y[-1] + 2 * (place - last.x[-1]) for place in last.x)
+    square = Line("slope 2", last.x, straight)
+    gap_axis = "log10 of max |w_k - w| as deviations are halved"
     return Found(
         [
             Lines("test error", "averaged models", "test error", tuple(curves)),
-            Lines("Lemma 1", gap_axis, "|ensemble - average|", tuple(gaps), log_y=True),
+            Lines("Lemma 1", gap_axis, "log10 of |ensemble - average|", (*gaps, square)),
         ],
         [*notes, f"{options.count} random subsets of each size; the band is their range"],
     )
@@ -184,8 +243,9 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
     needs=("classes",),
 )
 def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
-    """Draw the mean linear CKA of client models over rounds, and the last matrix."""
+    """Draw the mean linear CKA of client models over rounds, and each run's last matrix."""
     curves = []
+    last = []
     notes = []
     for subject in subjects:
         tick = watch(f"cka, {label(subject, subjects)}", len(subject.snapshots.stored()))
@@ -197,17 +257,13 @@ def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fou
             rounds.append(float(snapshot.round))
             means.append(mean_of_pairs(matrix))
             tick(1)
-        curves.append(Line(label(subject, subjects), tuple(rounds), tuple(means)))
-        notes.append(f"{subject.name}: {rows_note(evaluator, subject.data.test)}")
-    ids = numbers(torch.arange(len(matrix)))
-    title = f"linear CKA at round {snapshot.round}, {label(subject, subjects)}"
-    return Found(
-        [
-            Lines("mean CKA of pairs", "round", "linear CKA", tuple(curves)),
-            Grid(title, "client of the cohort", "client", "CKA", ids, ids, table(matrix)),
-        ],
-        notes,
-    )
+        name = label(subject, subjects)
+        curves.append(Line(name, tuple(rounds), tuple(means)))
+        notes.append(f"{name}: {rows_note(evaluator, subject.data.test)}")
+        ids = numbers(torch.arange(len(matrix)))
+        title = f"linear CKA at round {snapshot.round}, {name}"
+        last.append(Grid(title, "client of the cohort", "client", "CKA", ids, ids, table(matrix)))
+    return Found([Lines("mean CKA of pairs", "round", "linear CKA", tuple(curves)), *last], notes)
 
 
 @analysis(
@@ -275,6 +331,7 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
     groups = []
     notes = []
     marks = []
+    held: list[BarSeries] = []
     for subject in subjects:
         name = label(subject, subjects)
         learnt = {r.round: r.notes["lambdas"] for r in subject.records if "lambdas" in r.notes}
@@ -305,7 +362,10 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
         crossed = critical_round(rounds, [one.cohort for one in coherences])
         notes.append(f"{subject.name}: critical round {crossed or 'not reached'} (of those kept)")
         if crossed is not None:
-            marks.append(Mark(f"critical round, {name}", float(crossed), 0.0))
+            on_curve = coherences[rounds.index(crossed)].cohort
+            marks.append(Mark(f"critical round, {name}", float(crossed), on_curve))
+        if overlap:
+            held += _mixes(subject, name, clients, share, shares(weights))
     size = numbers(torch.arange(len(coherences[-1].pairs)))
     title = f"cos(g_i, g_j) at round {rounds[-1]}, {name}"
     panels: list[Panel] = [
@@ -317,8 +377,67 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
             title, "client of the cohort", "client", "cos", size, size, table(coherences[-1].pairs)
         ),
     ]
+    if held:
+        everyone = shares(subject.data.counts.sum(0).cpu())
+        every = (*held, BarSeries("all data", numbers(everyone)))
+        classes = subject.data.class_names
+        panels.append(Bars("class mix of the last cohort", "class", "share", classes, every))
     weights_note = "lambda: as learnt where the method records the cohort's, else by samples"
     return Found(panels, [*notes, weights_note])
+
+
+def _mixes(
+    subject: Subject, name: str, clients: Tensor, weighed: Tensor, by_samples: Tensor
+) -> list[BarSeries]:
+    """Return the class mix of a cohort by its weights, and by samples where these are others."""
+    counts = subject.data.counts.double().cpu()[clients.cpu()]
+    mixes = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    series = [BarSeries(f"{name}, as weighed", numbers(weighed.double().cpu() @ mixes))]
+    if not torch.allclose(weighed.double().cpu(), by_samples.double().cpu()):
+        series.append(BarSeries(f"{name}, by samples", numbers(by_samples.double().cpu() @ mixes)))
+    return series
+
+
+@analysis(
+    "lambdas",
+    "Learnt weights of clients, and their sum gamma, over rounds",
+    "Li et al. (FedLAW), Figure 5 right",
+    uses=("groups",),
+)
+def show_lambdas(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
+    """Draw gamma, and each client's lambda or the mean of each group, over rounds."""
+    gammas = []
+    panels: list[Panel] = []
+    notes = []
+    for subject in subjects:
+        name = label(subject, subjects)
+        records = subject.noted("lambdas")
+        cohorts = [subject.data.cohort(r.round).tolist() for r in records]
+        lambdas = [np.atleast_1d(r.notes["lambdas"]).tolist() for r in records]
+        told = [dict(zip(c, w, strict=True)) for c, w in zip(cohorts, lambdas, strict=True)]
+        x = numbers([r.round for r in records])
+        if any("gamma" in r.notes for r in records):
+            at, (values,) = subject.notes("gamma")
+            gammas.append(Line(name, at, values))
+        every = sorted({client for one in told for client in one})
+        groups = options.groups or tuple(frozenset({client}) for client in every)
+        lines = []
+        for place, group in enumerate(groups, start=1):
+            said = f"group {place}" if options.groups else f"client {min(group)}"
+            lines.append(Line(said, x, tuple(_mean_of(one, group) for one in told)))
+        title = "mean lambda of each group" if options.groups else "lambda of each client"
+        panels.append(Lines(f"{title}: {name}", "round", "lambda", tuple(lines)))
+        count = sum(len(one) for one in told) / len(told)
+        notes.append(f"{name}: an even share is 1 / {count:.3g} = {1 / count:.3g}")
+    if gammas:
+        panels.insert(0, Lines("gamma", "round", "gamma", tuple(gammas)))
+    return Found(panels, notes)
+
+
+def _mean_of(told: dict[int, float], group: frozenset[int]) -> float:
+    """Return the mean weight of a group's clients in a round; NaN where none took part."""
+    values = [weight for client, weight in told.items() if client in group]
+    return float(np.mean(values)) if values else float("nan")
 
 
 @analysis(

@@ -14,6 +14,7 @@ from fedbasin.analyze.simplex import weight_plane
 from fedbasin.analyze.subject import (
     AnalysisError,
     Found,
+    Model,
     Options,
     Subject,
     Watch,
@@ -26,8 +27,8 @@ from fedbasin.analyze.subject import (
     rows_note,
     table,
 )
-from fedbasin.core.evaluator import Evaluator
-from fedbasin.core.figure_data import Grid, Line, Lines, Mark
+from fedbasin.core.evaluator import Evaluator, Tick
+from fedbasin.core.figure_data import Grid, Line, Lines, Mark, Panel
 from fedbasin.core.rng import root
 from fedbasin.core.snapshot import Snapshot
 from fedbasin.core.vectors import shares
@@ -35,29 +36,64 @@ from fedbasin.core.vectors import shares
 
 @analysis(
     "line",
-    "Loss and error between two models",
+    "Loss and error between two models, pair by pair",
     "Zhou et al. (IMA), Figures 5 and 7c",
     uses=("models", "points", "margin", "rows"),
     needs=("row_losses",),
 )
 def show_line(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
-    """Draw the line through two models."""
+    """Draw the line through each pair of models, with the two models marked."""
     first = subjects[0]
     named = options.models or _ends(subjects)
-    if len(named) != 2:
-        raise AnalysisError(f"a line needs two --models, got {len(named)}")
-    ends = [resolve(subjects, name) for name in named]
-    evaluator = ground_for(first.data.test, first, options, ends[1].buffers, 2000)
-    positions = torch.linspace(-options.margin, 1 + options.margin, options.points)
-    tick = watch("line", len(positions))
-    found = line(evaluator, ends[0].vector, ends[1].vector, positions, tick)
-    place = f"position: 0 is {ends[0].name}, 1 is {ends[1].name}"
-    x = numbers(found.position)
+    if len(named) < 2 or len(named) % 2:
+        raise AnalysisError(f"lines need --models in pairs, got {len(named)}")
+    positions = torch.linspace(-options.margin, 1 + options.margin, options.grid())
+    tick = watch("line", len(positions) * len(named) // 2)
+    curves: dict[str, list[Line]] = {}
+    marks: dict[str, list[Mark]] = {}
+    notes = []
+    x = numbers(positions)
+    for pair in zip(named[::2], named[1::2], strict=True):
+        ends = [resolve(subjects, name) for name in pair]
+        name = f"{_called(subjects, ends[0].name)} to {_called(subjects, ends[1].name)}"
+        evaluator = ground_for(first.data.test, first, options, ends[1].buffers, 2000)
+        found = line(evaluator, ends[0].vector, ends[1].vector, positions, tick)
+        both = line(evaluator, ends[0].vector, ends[1].vector, torch.tensor([0.0, 1.0]))
+        for title, values in _measures(evaluator, found):
+            curves.setdefault(title, []).append(Line(name, x, numbers(values)))
+        for title, values in _measures(evaluator, both):
+            places = marks.setdefault(title, [])
+            places += [
+                Mark(f"{_called(subjects, end.name)}", float(at), float(value))
+                for at, end, value in zip((0, 1), ends, values, strict=True)
+            ]
+        notes.append(_told(name, ends, found))
     panels = [
-        Lines(title, place, title, (Line(title, x, numbers(values)),))
-        for title, values in _measures(evaluator, found)
-    ]
-    return Found(panels, [rows_note(evaluator, first.data.test)])
+        Lines(title, "position: 0 is the first model, 1 the second", title, tuple(lines),
+              tuple(marks[title]))
+        for title, lines in curves.items()
+    ]  # fmt: skip
+    return Found(panels, [rows_note(evaluator, first.data.test), *notes])
+
+
+def _called(subjects: Sequence[Subject], reference: str) -> str:
+    """Name a model in a legend: with its run's label where there are several runs."""
+    number, slash, model = reference.rpartition("/")
+    if len(subjects) == 1:
+        return model
+    return f"{label(subjects[int(number) - 1 if slash else 0], subjects)} {model}"
+
+
+def _told(name: str, ends: Sequence[Model], found: Slice) -> str:
+    """Say how far apart two models are and where the least loss between them lies."""
+    apart = float((ends[0].vector.double() - ends[1].vector.double()).norm())
+    if apart == 0:
+        return f"{name}: the two models are identical, so the line is flat"
+    least = int(found.loss.argmin())
+    return (
+        f"{name}: {apart:.4g} apart, least loss {float(found.loss[least]):.4g} at position "
+        f"{float(found.position[least]):.3g}"
+    )
 
 
 def _measures(evaluator: Evaluator, found: Slice | Plane | Rescaled) -> list[tuple[str, Tensor]]:
@@ -69,10 +105,11 @@ def _measures(evaluator: Evaluator, found: Slice | Plane | Rescaled) -> list[tup
 
 
 def _ends(subjects: Sequence[Subject]) -> tuple[str, ...]:
-    """Choose the ends of a line: two runs' last models, or a run's first and last one."""
+    """Choose pairs: the first run's last model with each other run's, or a run's first and last."""
     if len(subjects) > 1:
         kept = [bool(subject.snapshots.stored()) for subject in subjects]
-        return tuple(f"{i}/{'score:last' if kept[i - 1] else 'final'}" for i in (1, 2))
+        last = [f"{i}/{'score:last' if one else 'final'}" for i, one in enumerate(kept, start=1)]
+        return tuple(name for other in last[1:] for name in (last[0], other))
     stored = subjects[0].snapshots.stored()
     if len(stored) < 2:
         raise AnalysisError(
@@ -90,56 +127,89 @@ def _ends(subjects: Sequence[Subject]) -> tuple[str, ...]:
     needs=("row_losses",),
 )
 def show_plane(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
-    """Draw the plane through the first three models; others are projected and marked."""
+    """Draw the plane through the first three models; others are projected and marked.
+
+    Without models a run's stages are drawn: three clients of an early, a middle and a late round,
+    and the last three global models.
+    """
     first = subjects[0]
-    models = [resolve(subjects, name) for name in options.models or _three(first)]
-    if len(models) < 3:
-        raise AnalysisError(f"a plane needs at least three --models, got {len(models)}")
-    vectors = torch.stack([model.vector for model in models])
-    evaluator = ground_for(first.data.test, first, options, models[-1].buffers, 2000)
-    tick = watch("plane", options.points**2)
-    surface = plane(
-        evaluator, vectors[:3], vectors[3:], points=options.points, margin=options.margin, tick=tick
-    )
-    places = torch.cat([surface.corners, surface.others]).tolist()
-    marks = tuple(Mark(m.name, *place) for m, place in zip(models, places, strict=True))
-    axes = ("distance along the first axis", "distance along the second axis")
-    x = numbers(surface.x)
-    y = numbers(surface.y)
-    panels = [
-        Grid(title, *axes, title, x, y, table(values), marks)
-        for title, values in _measures(evaluator, surface)
-    ]
-    row, column = divmod(int(surface.loss.argmin()), options.points)
-    least = f"{float(surface.loss.min()):.4g} at ({x[column]:.3g}, {y[row]:.3g})"
-    notes = [
-        rows_note(evaluator, first.data.test),
-        f"smallest loss of the grid {least}",
-    ]
-    notes += [
-        f"{model.name} lies {float(away):.3g} off the plane"
-        for model, away in zip(models[3:], surface.off_plane, strict=True)
-    ]
+    stages = [("", options.models)] if options.models else _stages(first)
+    points = options.grid()
+    tick = watch("plane", points**2 * len(stages))
+    panels: list[Panel] = []
+    notes: list[str] = []
+    for stage, named in stages:
+        models = [resolve(subjects, name) for name in named]
+        if len(models) < 3:
+            raise AnalysisError(f"a plane needs at least three --models, got {len(models)}")
+        drawn, told = _plane(first, stage, models, options, tick)
+        panels += drawn
+        notes += told
     return Found(panels, notes)
 
 
-def _three(subject: Subject) -> tuple[str, ...]:
-    """Choose three clients of the last round that kept them, and their mean; or global models."""
+def _plane(
+    subject: Subject, stage: str, models: Sequence[Model], options: Options, tick: Tick
+) -> tuple[list[Panel], list[str]]:
+    """Draw one plane, with the mean of its three models and where that lies to the minimum."""
+    vectors = torch.stack([model.vector for model in models])
+    three = vectors[:3].double().mean(0).to(vectors)
+    evaluator = ground_for(subject.data.test, subject, options, models[-1].buffers, 2000)
+    surface = plane(
+        evaluator, vectors[:3], torch.cat([vectors[3:], three[None]]), points=options.grid(),
+        margin=options.margin, tick=tick,
+    )  # fmt: skip
+    names = [*(model.name for model in models), "mean of the three"]
+    places = torch.cat([surface.corners, surface.others])
+    marks = tuple(Mark(n, *place) for n, place in zip(names, places.tolist(), strict=True))
+    axes = ("distance along the first axis", "distance along the second axis")
+    x = numbers(surface.x)
+    y = numbers(surface.y)
+    said = f"{stage}: " if stage else ""
+    panels: list[Panel] = [
+        Grid(f"{said}{title}", *axes, title, x, y, table(values), marks)
+        for title, values in _measures(evaluator, surface)
+    ]
+    row, column = divmod(int(surface.loss.argmin()), options.grid())
+    lowest = torch.tensor([x[column], y[row]], dtype=places.dtype)
+    eye = torch.eye(len(vectors) + 1, dtype=torch.float64)
+    own = evaluator.measure(eye, torch.cat([vectors, three[None]])).loss.tolist()
+    away = (places - lowest).norm(dim=1).tolist()
+    notes = [
+        f"{said}{rows_note(evaluator, subject.data.test)}; smallest loss of the grid "
+        f"{float(surface.loss.min()):.4g} at ({x[column]:.3g}, {y[row]:.3g})",
+        f"{said}the three models have losses {', '.join(f'{v:.4g}' for v in own[:3])} and lie "
+        f"{', '.join(f'{v:.3g}' for v in away[:3])} from it; their mean has {own[-1]:.4g} and lies "
+        f"{away[-1]:.3g} from it",
+    ]
+    notes += [
+        f"{said}{model.name} has {loss:.4g} and lies {float(off):.3g} off the plane"
+        for model, loss, off in zip(models[3:], own[3:], surface.off_plane[:-1], strict=False)
+    ]
+    return panels, notes
+
+
+def _stages(subject: Subject) -> list[tuple[str, tuple[str, ...]]]:
+    """Choose the planes of a run: clients of early to late rounds, and its last global models."""
     stored = subject.snapshots.stored()
-    for round in reversed(stored):
-        snapshot = subject.snapshots.get(round)
-        clients = snapshot.clients
-        mean = f"mean:{round}"
-        if clients is not None and len(clients) >= 3:
-            named = [*(f"client{client}:{round}" for client in clients.tolist()[:3]), mean]
-            same = torch.allclose(resolve([subject], mean).vector, snapshot.score)
-            return tuple(named if same else [*named, f"score:{round}"])
-    if len(stored) < 3:
+    planes = []
+    cohorts = [s for s in map(subject.snapshots.get, stored) if s.clients is not None]
+    cohorts = [s for s in cohorts if len(_ids(s)) >= 3]
+    places = sorted({0, (len(cohorts) - 1) // 2, len(cohorts) - 1}) if cohorts else []
+    for snapshot in (cohorts[place] for place in places):
+        mean = f"mean:{snapshot.round}"
+        named = [*(f"client{client}:{snapshot.round}" for client in _ids(snapshot)[:3]), mean]
+        if not torch.allclose(resolve([subject], mean).vector, snapshot.score):
+            named.append(f"score:{snapshot.round}")
+        planes.append((f"round {snapshot.round}", tuple(named)))
+    if len(stored) >= 3:
+        planes.append(("global models", tuple(f"score:{round}" for round in stored[-3:])))
+    if not planes:
         raise AnalysisError(
             f"{subject.name} keeps models of {len(stored)} rounds and no clients; a plane needs "
             "three models: set snapshots.rounds or snapshots.clients"
         )
-    return tuple(f"score:{round}" for round in stored[-3:])
+    return planes
 
 
 @analysis(
@@ -151,7 +221,7 @@ def _three(subject: Subject) -> tuple[str, ...]:
 )
 def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the loss of gamma w for gamma from 0.9 to 1.1."""
-    gammas = torch.linspace(0.9, 1.1, options.points)
+    gammas = torch.linspace(0.9, 1.1, options.grid())
     tick = watch("rescaling", len(gammas) * len(subjects))
     lines: dict[str, list[Line]] = {}
     notes = []
@@ -199,7 +269,7 @@ def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) ->
             rounds.append(float(model.round))
             top.append(float(eigen.values[0]))
             ratio.append(eigen.ratio)
-        steps = torch.linspace(-1, 1, options.points)
+        steps = torch.linspace(-1, 1, options.grid())
         along = slice_along(evaluator, vector, eigen.vectors[0], steps, tick)
         tops.append(Line(name, tuple(rounds), tuple(top)))
         ratios.append(Line(name, tuple(rounds), tuple(ratio)))
@@ -237,14 +307,15 @@ def show_weights(subjects: Sequence[Subject], options: Options, watch: Watch) ->
             f"{subject.name} keeps no round in which clients {chosen} took part; name three "
             "that did, as in --models client0 --models client1 --models client2"
         )
-    tick = watch("weights", len(kept) * options.points * (options.points + 1) // 2)
+    points = options.grid(51)
+    tick = watch("weights", len(kept) * points * (points + 1) // 2)
     best = []
     for round in kept:
         snapshot = subject.snapshots.get(round)
         assert snapshot.models is not None and snapshot.weights is not None
         places = [_ids(snapshot).index(client) for client in chosen]
         evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 2000)
-        found = weight_plane(evaluator, snapshot.models[places], options.points, tick)
+        found = weight_plane(evaluator, snapshot.models[places], points, tick)
         best.append(found.best)
         average = shares(snapshot.weights[places]).tolist()
     path = torch.stack(best)

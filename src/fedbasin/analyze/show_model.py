@@ -27,7 +27,7 @@ from fedbasin.analyze.subject import (
     rows_note,
 )
 from fedbasin.core.evaluator import Evaluator
-from fedbasin.core.figure_data import Bars, BarSeries, Cell, Line, Lines, Panel, Table
+from fedbasin.core.figure_data import Bars, BarSeries, Cell, Line, Lines, Numbers, Panel, Table
 
 _FEW = 12  # at most so many layers are drawn one by one
 
@@ -68,6 +68,7 @@ def show_shrinking(subjects: Sequence[Subject], options: Options, watch: Watch) 
         terms.append(Line(f"{name}, |gamma g|", x, numbers(parts.step)))
         terms.append(Line(f"{name}, |(1 - gamma) w|", x, numbers(parts.pull)))
         ratio.append(Line(name, x, recorded))
+        notes.append(f"{name}: {_bounds(gammas, recorded)}")
         ratios[name] = torch.tensor([r for r in recorded if np.isfinite(r)], dtype=torch.float64)
     panels: list[Panel] = []
     if gamma:
@@ -82,6 +83,18 @@ def show_shrinking(subjects: Sequence[Subject], options: Options, watch: Watch) 
         Lines("parameters", "value", "share of parameters", tuple(spread), log_y=True),
     ]
     return Found(panels, notes)
+
+
+def _bounds(gammas: Numbers, ratios: Numbers) -> str:
+    """Say in how many rounds gamma stays at 1, and in how many the guard holds r at its least."""
+    still = sum(gamma == 1 for gamma in gammas)
+    told = f"gamma is 1 in {still} of {len(gammas)} rounds (not fitted there, or not moved)"
+    finite = [r for r in ratios if np.isfinite(r)]
+    least = min(finite, default=0.0)
+    held = sum(r <= least * (1 + 1e-3) for r in finite)
+    if held > 1:
+        told += f"; the guard binds in {held}, where r is {least:.3g}"
+    return f"{told}; above 1 in {sum(gamma > 1 for gamma in gammas)}"
 
 
 def _spread_of(ratios: dict[str, Tensor]) -> tuple[Line, ...]:

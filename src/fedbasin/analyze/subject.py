@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +78,7 @@ class Subject:
         headline: the metric that it is judged by.
         load: builds what models are measured on; called only where that is needed.
         task: what its models predict.
+        setting: all it ran but for its seed: runs of one setting are draws of one another.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Subject:
     load: Callable[[], Data] = field(repr=False)
     headline: Headline = field(default_factory=Headline)
     task: Task = CLASSIFICATION
+    setting: str = ""
 
     @cached_property
     def data(self) -> Data:
@@ -106,6 +109,12 @@ class Subject:
                 f"{self.name} keeps no clients' models; run it again with, say, "
                 "--set snapshots.every=10 --set snapshots.clients=true"
             )
+
+    def stages(self, count: int = 3) -> list[Snapshot]:
+        """Return early, middle and late snapshots that hold clients' models."""
+        rounds = [snapshot.round for snapshot in self.kept()]
+        places = sorted({round((len(rounds) - 1) * i / max(count - 1, 1)) for i in range(count)})
+        return [self.snapshots.get(rounds[place]) for place in places]
 
     def last_cohort(self) -> Snapshot:
         """Return the last snapshot that holds clients' models."""
@@ -157,7 +166,7 @@ class Options:
 
     Args:
         models: names such as score:40, send:last, mean:40, client7:40, final, 2/score:40.
-        points: grid points along an axis.
+        points: grid points along an axis; None is the analysis's own choice.
         margin: how far a line or plane goes beyond its models, as a share of their spread.
         rows: how many rows to measure on; 0 is all, None the analysis's own choice.
         count: eigenvalues (hessian), or subsets of each size (averaging).
@@ -167,7 +176,7 @@ class Options:
     """
 
     models: tuple[str, ...] = ()
-    points: int = 25
+    points: int | None = None
     margin: float = 0.3
     rows: int | None = None
     count: int = 5
@@ -176,10 +185,18 @@ class Options:
     groups: tuple[frozenset[int], ...] = ()
 
     def __post_init__(self) -> None:
-        low = [("points", self.points, 2), ("margin", self.margin, 0), ("count", self.count, 1)]
+        low = [
+            ("points", self.points or 2, 2),
+            ("margin", self.margin, 0),
+            ("count", self.count, 1),
+        ]
         for name, value, least in [*low, ("rows", self.rows or 0, 0), ("draws", self.draws, 1)]:
             if not value >= least:
                 raise AnalysisError(f"--{name} must be at least {least}, got {value}")
+
+    def grid(self, default: int = 25) -> int:
+        """Return how many points an axis has."""
+        return default if self.points is None else self.points
 
 
 class Found(NamedTuple):
@@ -359,7 +376,10 @@ def label(subject: Subject, subjects: Sequence[Subject]) -> str:
     if len(same) == 1:
         return subject.method
     seeds = [s.seed for s in same]
-    apart = f"seed {subject.seed}" if len(set(seeds)) == len(seeds) else subject.name
+    if len(set(seeds)) == len(seeds) and len({s.setting for s in same}) == 1:
+        return f"{subject.method}, seed {subject.seed}"
+    folders = [Path(s.name).name for s in same]
+    apart = Path(subject.name).name if len(set(folders)) == len(folders) else subject.name
     return f"{subject.method}, {apart}"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -223,6 +223,7 @@ class RoundSetup:
         policy: what happens to replies that make no model.
         scoring: on what rows models are scored, and when.
         statistics: what happens to BatchNorm statistics.
+        clock: tells the seconds that records count.
     """
 
     method: Method
@@ -232,8 +233,11 @@ class RoundSetup:
     policy: Policy
     scoring: Scoring
     statistics: Statistics = field(default_factory=Statistics)
+    clock: Callable[[], float] = time.perf_counter
 
 
+Asked = TypeVar("Asked")
+Result = TypeVar("Result")
 Round: TypeAlias = Generator[Request, Any, tuple[Server, RoundRecord]]
 
 
@@ -246,7 +250,7 @@ def one_round(setup: RoundSetup, server: Server, cohort: np.ndarray, states: Own
         cohort: ids of the clients that take part.
         states: what clients keep, passed on with the request to train.
     """
-    began = time.perf_counter()
+    began = setup.clock()
     method = setup.method
     plan = method.plan(setup.schedule, setup.context.at(server.round, 0.0))
     context = setup.context.at(server.round, plan.lr, plan)
@@ -261,7 +265,7 @@ def one_round(setup: RoundSetup, server: Server, cohort: np.ndarray, states: Own
     record = RoundRecord(
         round=server.round + 1,
         lr=plan.lr,
-        seconds_train=time.perf_counter() - began,
+        seconds_train=setup.clock() - began,
         **returned.traffic._asdict(),
     )
     context = replace(context, answered=returned.traffic.replies)
@@ -269,18 +273,23 @@ def one_round(setup: RoundSetup, server: Server, cohort: np.ndarray, states: Own
     return server, scored(record, server, setup.scoring)
 
 
-def answered(
-    steps: Round, answer: Callable[[Request], Probed | Returned]
-) -> tuple[Server, RoundRecord]:
-    """Run a round to its end with a function that answers its requests."""
-    request = next(steps)
-    while True:
-        response = answer(request)
-        try:
-            request = steps.send(response)
-        except StopIteration as end:
-            result: tuple[Server, RoundRecord] = end.value
-            return result
+def answered(steps: Generator[Asked, Any, Result], answer: Callable[[Asked], Any]) -> Result:
+    """Run requests to their end with a function that answers them; return what comes of them.
+
+    What the function raises is raised where the request was made.
+    """
+    try:
+        request = next(steps)
+        while True:
+            try:
+                response = answer(request)
+            except BaseException as error:
+                request = steps.throw(error)
+            else:
+                request = steps.send(response)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
 
 
 def _merge(

@@ -40,12 +40,15 @@ class Rows:
         groups: int64 ``[n]``, the writer, role or domain of each row; None without groups.
         missing: bool ``[n, k]``, which of a table's k columns of numbers and flags had no value;
             None where all had one.
+        origin: int64 ``[n]``, which row of a whole split each row is, for rows that are looked up
+            there; None where nobody asks.
     """
 
     inputs: NDArray[Any]
     labels: NDArray[Any]
     groups: NDArray[np.int64] | None = None
     missing: NDArray[np.bool_] | None = None
+    origin: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         """Check that the arrays fit together and hold numbers only."""
@@ -70,14 +73,14 @@ class Rows:
 
     def take(self, index: Any) -> Rows:
         """Return the rows an index array, mask or slice names, in that order, read-only."""
-        whole = (self.inputs, self.labels, self.groups, self.missing)
-        parts = [None if a is None else a[index] for a in whole]
+        whole = (self.inputs, self.labels, self.groups, self.missing, self.origin)
+        parts = [None if each is None else each[index] for each in whole]
         for part in parts:
             if part is not None:
                 part.flags.writeable = False
-        inputs, labels, groups, missing = parts
+        inputs, labels, groups, missing, origin = parts
         assert inputs is not None and labels is not None
-        return Rows(inputs, labels, groups, missing)
+        return Rows(inputs, labels, groups, missing, origin)
 
 
 @dataclass(frozen=True, eq=False)

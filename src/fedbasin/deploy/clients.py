@@ -375,6 +375,9 @@ class Clients:
             self.seats.bind(key, identity.client)
         self._nameless.pop(node, None)
         self._identities[node] = identity
+        if not identity.examples:
+            what = "client %d (node %d) says that it holds no rows: it is not asked to train"
+            _log.warning(what, identity.client, node)
         held[identity.client] = node
         if holder is not None:
             del self._identities[holder]
@@ -388,12 +391,12 @@ class Clients:
 
     def _identity(self, facts: Any) -> NodeIdentity:
         total = _total(facts)
-        client = int(number(facts, "partition-id", least=0))
+        client = _whole(facts, "partition-id")
         if self.total and total != self.total:
             raise Refused(f"it counts {total} clients, the others {self.total}")
         if client >= total:
             raise Refused(f"partition-id {client} is not below num-partitions {total}")
-        rows = int(number(facts, "num-examples", least=0))
+        rows = _whole(facts, "num-examples")
         if rows > self.most_rows:
             raise Refused(f"num-examples is {rows}, expected at most {self.most_rows}")
         counts = facts.get("class-counts", [])
@@ -437,8 +440,16 @@ class Clients:
                 self._identities[node] = NodeIdentity(client, 1)
 
 
+def _whole(facts: Any, key: str, least: int = 0) -> int:
+    """Return a whole number of a record: 1e-300 rows are not none, and 2.7 are not two."""
+    value = number(facts, key, least=least)
+    if value != int(value):
+        raise Refused(f"{key} is {value:g}, expected a whole number")
+    return int(value)
+
+
 def _total(facts: Any) -> int:
-    total = int(number(facts, "num-partitions", least=1))
+    total = _whole(facts, "num-partitions", least=1)
     if total > MOST_CLIENTS:
         raise Refused(f"num-partitions is {total}, expected at most {MOST_CLIENTS}")
     return total

@@ -30,6 +30,7 @@ from fedbasin.experiment.config import ConfigError, Experiment
 from fedbasin.experiment.executors import pick_device, pick_executor, pick_precision
 from fedbasin.experiment.interface import Interface
 from fedbasin.experiment.network import network_of
+from fedbasin.experiment.one_copy import population_of, scored_rows
 from fedbasin.experiment.rows import Rows as RunRows
 from fedbasin.experiment.rows import cut_rows, dataset_of, transform_of
 from fedbasin.experiment.training import optimiser_of, schedule_of
@@ -78,13 +79,13 @@ def build(
     transform = transform_of(dataset, experiment.data, dtype)
 
     def evaluator_of(part: Rows) -> Evaluator:
-        inputs, labels = _on_device(part, device)
+        inputs, labels = scored_rows(dataset, part, device)
         groups = None if part.groups is None else as_tensor(part.groups, device)
         more = experiment.sim.metrics
         return Evaluator(net, inputs, labels, transform, task, more, groups=groups)
 
     train = rows.splits.train
-    population = Population.of(train.inputs, train.labels, rows.parts.clients, device)
+    population = population_of(experiment, dataset, train, rows.parts.clients, device)
     _try_network(experiment, net, transform(population.inputs[:2], None), dataset)
     net.check_draws(transform(population.inputs[:3], None))
     _check_network(experiment, method, net, transform(population.inputs[:2], None), outputs)
@@ -244,10 +245,6 @@ def _context(experiment: Experiment, net: Net, population: Population, key: Key)
         effective_steps=optimiser_of(experiment.local).effective_steps,
         net=net,
     )
-
-
-def _on_device(part: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
-    return as_tensor(part.inputs, device), as_tensor(part.labels, device)
 
 
 def _class_counts(method: Method, population: Population, classes: int) -> Tensor | None:

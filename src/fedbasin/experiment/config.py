@@ -177,6 +177,8 @@ class SimConfig:
             those of 20,000 steps or more.
         chunk: most clients that advance together; 0 is as many as the memory holds.
         memory: GiB that they may take; 0 is a share of what is free.
+        together: runs of a comparison whose clients advance as one matrix, on a CPU; 0 is as many
+            as pay and fit in memory, 1 is one run after another.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
         precision: floating type of models and training: ``"fp32"``, ``"tf32"`` (fp32 with faster,
             coarser products on CUDA), ``"bf16"`` (mixed: models in fp32, layers in bfloat16),
@@ -207,6 +209,7 @@ class SimConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     chunk: int = 0
     memory: float = 0.0
+    together: int = 0
     device: str = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
     buffers: Literal["mean", "keep", "recalibrate"] = "mean"
@@ -464,6 +467,7 @@ def _check_ranges(experiment: Experiment) -> None:
         ("local.clip", experiment.local.clip, 0),
         ("sim.workers", experiment.sim.workers, 0),
         ("sim.chunk", experiment.sim.chunk, 0),
+        ("sim.together", experiment.sim.together, 0),
         ("sim.memory", experiment.sim.memory, 0),
         ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
         ("sim.evaluate_last", experiment.sim.evaluate_last, 0),

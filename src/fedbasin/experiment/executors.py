@@ -86,6 +86,8 @@ def pick_executor(
     if sim.compile != "auto":
         compiled = sim.compile == "on"
     memory = int(sim.memory * 2**30)
+    if compiled:
+        population = population.apart()
     try:
         return CohortExecutor(trainer, population, key, compiled, sim.chunk, memory)
     except Unsupported as reason:

@@ -1,4 +1,7 @@
-"""Runs in parallel, one process each. A run whose process is killed is started again."""
+"""Runs one after another, side by side as one matrix, or in several processes.
+
+A process has some runs at a time. Runs whose process is killed are started again, one by one.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbasin.core.system import interrupts_blocked
 from fedbasin.experiment.child_process import prepare_worker
+from fedbasin.experiment.one_copy import one_copy
 from fedbasin.experiment.sharing import from_main, main_script_hidden
-from fedbasin.sim.runner import Interrupted
+from fedbasin.sim.batch import side_by_side
+from fedbasin.sim.runner import Course, Interrupted, Stopping
 
 if TYPE_CHECKING:
     from fedbasin.experiment.runs import Cell, More
 _log = logging.getLogger(__package__)
-Work = Callable[["Cell"], dict[str, Any]]
 Outcome = dict[str, Any] | Exception
+Work = Callable[["Cell"], dict[str, Any]]
+Works = Callable[[list["Cell"]], list[Outcome]]
+Begin = Callable[["Cell", Stopping], Course]
+AT_A_TIME = 8  # runs that one of several processes is given: enough for a matrix, few to wait for
 
 
 @contextmanager
@@ -52,14 +61,15 @@ class _WorkerProcess:
                 1, spawn, initializer=prepare_worker, initargs=(folder,)
             )
 
-    def submit(self, work: Work, cell: Cell) -> Future[dict[str, Any]]:
+    def submit(self, works: Works, cells: list[Cell]) -> Future[list[Outcome]]:
+        sent = [cell.without_data() for cell in cells]
         hidden = main_script_hidden(not self._needs_main)
         with interrupts_blocked(), hidden:  # the new process unblocks them once it is ready
             try:
-                return self.pool.submit(work, cell.without_data())
+                return self.pool.submit(works, sent)
             except BrokenProcessPool:
                 self.pool = _WorkerProcess(self._folder, self._needs_main).pool
-                return self.pool.submit(work, cell.without_data())
+                return self.pool.submit(works, sent)
 
 
 def _why_killed(mine: list[str]) -> str:
@@ -81,60 +91,112 @@ def _why_killed(mine: list[str]) -> str:
 
 
 def outcomes(
-    work: Work, layout: list[Cell], jobs: int, more: More, folder: Path
+    work: Work,
+    layout: list[Cell],
+    jobs: int,
+    more: More,
+    folder: Path,
+    *,
+    begin: Begin | None = None,
+    works: Works | None = None,
 ) -> Iterator[tuple[Cell, Outcome]]:
     """Yield each cell of a layout when it ends, with its summary or its error.
 
-    With several jobs each runs in its own process. A cell whose process is killed is retried once.
+    With several jobs processes are given some cells at a time. Cells whose process is killed are
+    retried once, each on its own.
+
+    Args:
+        work: runs a cell.
+        layout: the cells.
+        jobs: how many processes; one is this one.
+        more: called when a cell ends; returns further cells.
+        folder: what processes share.
+        begin: begins a cell that may advance beside others in this process.
+        works: runs several cells in another process; by default one after another, one at a time.
     """
-    if jobs == 1:
-        yield from _one_by_one(work, layout, more)
+    if jobs > 1:
+        yield from _in_parallel(work, layout, jobs, more, folder, works)
+    elif begin is not None:
+        yield from _beside(begin, layout, more)
     else:
-        yield from _in_parallel(work, layout, jobs, more, folder)
+        yield from _one_by_one(work, layout, more)
 
 
 def _one_by_one(work: Work, layout: list[Cell], more: More) -> Iterator[tuple[Cell, Outcome]]:
     for cell in layout:  # `more` makes it longer during the loop
-        try:
-            outcome: Outcome = work(cell)
-        except Interrupted:
-            raise
-        except Exception as error:
-            outcome = error
-        yield cell, outcome
+        yield cell, _outcome(work, cell)
         layout.extend(more())
 
 
+def _outcome(work: Work, cell: Cell) -> Outcome:
+    try:
+        return work(cell)
+    except Interrupted:
+        raise
+    except Exception as error:
+        return error
+
+
+def _beside(begin: Begin, layout: list[Cell], more: More) -> Iterator[tuple[Cell, Outcome]]:
+    """Run the cells side by side; those that cannot join others run one after another."""
+    left = iter(layout)  # `more` makes it longer
+
+    def following() -> tuple[Cell, Callable[[Stopping], Course]] | None:
+        cell = next(left, None)
+        return None if cell is None else (cell, partial(begin, cell))
+
+    most = layout[0].experiment.sim.together if layout else 0
+    with one_copy():
+        for cell, outcome in side_by_side(following, most):
+            yield cell, outcome
+            layout.extend(more())
+
+
+def run_beside(begin: Begin, cells: list[Cell]) -> list[Outcome]:
+    """Run cells side by side; return what came of each."""
+    found = {cell.path: outcome for cell, outcome in _beside(begin, list(cells), list)}
+    return [found[cell.path] for cell in cells]
+
+
 def _in_parallel(
-    work: Work, layout: list[Cell], jobs: int, more: More, folder: Path
+    work: Work, layout: list[Cell], jobs: int, more: More, folder: Path, works: Works | None
 ) -> Iterator[tuple[Cell, Outcome]]:
     mine = from_main([cell.experiment for cell in layout])
     free = [_WorkerProcess(folder, bool(mine)) for _ in range(jobs)]
+    each: Works = partial(_each, work)
+    most = 1 if works is None else AT_A_TIME
     begun = 0
+    again: list[Cell] = []  # cells whose process was killed
     retried: set[Path] = set()
-    running: dict[Future[dict[str, Any]], tuple[Cell, _WorkerProcess]] = {}
+    running: dict[Future[list[Outcome]], tuple[list[Cell], _WorkerProcess]] = {}
     try:
-        while begun < len(layout) or running:
-            # Never submit more cells than there are processes: a pool runs what it has queued
-            # even after Ctrl-C.
-            while free and begun < len(layout):
-                cell = layout[begun]
+        while begun < len(layout) or again or running:
+            # Never submit more cells than processes can begin: a pool runs what it has queued even
+            # after Ctrl-C.
+            while free and (again or begun < len(layout)):
                 worker = free.pop()
-                running[worker.submit(work, cell)] = cell, worker
-                begun += 1
+                if again:
+                    cells = [again.pop()]
+                else:
+                    share = -(-(len(layout) - begun) // jobs)
+                    cells = layout[begun : begun + min(share, most)]
+                    begun += len(cells)
+                way = each if works is None or len(cells) == 1 else works
+                running[worker.submit(way, cells)] = cells, worker
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 failed = future.exception()
-                cell, worker = running.pop(future)
-                if isinstance(failed, BrokenProcessPool) and cell.path not in retried:
-                    retried.add(cell.path)
-                    running[worker.submit(work, cell)] = cell, worker
-                    continue
+                cells, worker = running.pop(future)
                 free.append(worker)
                 if isinstance(failed, BrokenProcessPool):
-                    failed = RuntimeError(f"{cell.path}: {_why_killed(mine)}")
-                if isinstance(failed, Interrupted) or not isinstance(failed, Exception | None):
+                    told = [cell for cell in cells if cell.path in retried]
+                    again += [cell for cell in cells if cell.path not in retried]
+                    retried.update(cell.path for cell in cells)
+                    for cell in told:
+                        yield cell, RuntimeError(f"{cell.path}: {_why_killed(mine)}")
+                elif failed is not None:
                     raise failed
-                yield cell, failed or future.result()
+                else:
+                    yield from zip(cells, future.result(), strict=True)
             layout.extend(more())
     except KeyboardInterrupt:
         _log.warning("finishing the rounds of %d runs, then saving", len(running))
@@ -142,3 +204,7 @@ def _in_parallel(
     finally:
         for worker in [*free, *(worker for _, worker in running.values())]:
             worker.pool.shutdown(cancel_futures=True)
+
+
+def _each(work: Work, cells: list[Cell]) -> list[Outcome]:
+    return [_outcome(work, cell) for cell in cells]

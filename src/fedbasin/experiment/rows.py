@@ -15,6 +15,7 @@ from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.rng import Key, root
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import ConfigError, DataConfig, Experiment
+from fedbasin.experiment.one_copy import ONE_COPY
 from fedbasin.sim.attacks import Attack, draw_hostile
 
 if TYPE_CHECKING:
@@ -57,6 +58,13 @@ class Rows:
 
 def dataset_of(experiment: Experiment, data_dir: Path | None) -> data.Dataset:
     """Return the data of a run: in memory, from a table file, or by its name."""
+    one_copy = ONE_COPY.get()
+    if one_copy is None:
+        return _dataset_of(experiment, data_dir)
+    return one_copy.dataset(experiment, lambda: _dataset_of(experiment, data_dir))
+
+
+def _dataset_of(experiment: Experiment, data_dir: Path | None) -> data.Dataset:
     given = experiment.objects.data
     if given is not None and given.name == experiment.data.name:
         return given
@@ -213,7 +221,7 @@ def _poisoned(
             inputs[mine], labels[mine] = attack.poison(inputs[mine], labels[mine], classes, draws)
         except ValueError as error:
             raise ConfigError(f"attack: {error}") from error
-    return replace(train, inputs=inputs, labels=labels)
+    return replace(train, inputs=inputs, labels=labels, origin=None)
 
 
 def _named_clients(rows: data.Rows) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,16 +40,24 @@ from fedbasin.experiment.child_process import run_in_progress, warn_once
 from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
 from fedbasin.experiment.executors import pick_device
 from fedbasin.experiment.objects import Factory, Objects, model_name, record_model
-from fedbasin.experiment.pool import outcomes
+from fedbasin.experiment.pool import Outcome, outcomes, run_beside
 from fedbasin.experiment.sharing import StoredDataset, check_jobs, store_all
 from fedbasin.sim import Diverged, Federation
-from fedbasin.sim import run as run_federation
-from fedbasin.sim.runner import Interrupted, start_from_prefix
+from fedbasin.sim.runner import Course, Interrupted, Stopping, alone, course, start_from_prefix
 from fedbasin.sinks import Target, refuse_across_processes, sinks_of
 
 OnRound = Callable[[RoundRecord], bool | None]
 # Settings that change no result: they may be edited in config.toml before a run is resumed.
-_FREE = ("device", "workers", "address", "chunk", "memory", "client_memory", "checkpoint_every")
+_FREE = (
+    "device",
+    "workers",
+    "address",
+    "chunk",
+    "memory",
+    "together",
+    "client_memory",
+    "checkpoint_every",
+)
 
 
 @dataclass(frozen=True)
@@ -97,10 +105,41 @@ def run(
         root: the folder of the comparison that the run belongs to, for sinks that keep one store
             for all its runs; by default `out`.
     """
+    return alone(
+        _started(
+            experiment,
+            Path(out),
+            data_dir=data_dir,
+            objects=Objects(data, model),
+            branch=branch,
+            branching=branching,
+            until=until,
+            on_round=on_round,
+            log=log,
+            root=root,
+        )
+    )
+
+
+def _started(
+    experiment: Experiment,
+    out: Path,
+    *,
+    data_dir: Path | None,
+    objects: Objects,
+    branch: Branch | None,
+    branching: Collection[int],
+    until: int | None,
+    on_round: OnRound | None,
+    log: Sequence[Target],
+    root: Path | None,
+    stopping: Stopping | None = None,
+) -> Course:
+    """Yield the requests of a run in a new folder; return its summary."""
     sinks = sinks_of(log)  # before any work: a package may be missing
-    folder = RunFolder(Path(out))
+    folder = RunFolder(out)
     _refuse_begun(folder, branch)
-    experiment = experiment.using(_objects(experiment, data, model)).resolved()
+    experiment = experiment.using(_objects(experiment, objects.data, objects.model)).resolved()
     with closing(_federation(experiment, folder, data_dir)) as federation:
         _announce_snapshots(federation, folder)
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -113,7 +152,8 @@ def run(
             write_atomically(folder.begun, experiment.to_toml())
             write_atomically(folder.config, experiment.to_toml())
             log_of_run = _log(experiment, folder, sinks, root)
-            return _run(experiment, federation, folder, branching, until, on_round, log_of_run)
+            ends = _Ends(branching, until, on_round, stopping)
+            return (yield from _run(experiment, federation, folder, ends, log_of_run))
 
 
 def _refuse_begun(folder: RunFolder, branch: Branch | None) -> None:
@@ -154,8 +194,35 @@ def resume(
         log: where else records go, as in `run`.
         root: the folder of the comparison that the run belongs to, as in `run`.
     """
+    return alone(
+        _resumed(
+            Path(out),
+            data_dir=data_dir,
+            objects=Objects(data, model),
+            branching=branching,
+            until=until,
+            on_round=on_round,
+            log=log,
+            root=root,
+        )
+    )
+
+
+def _resumed(
+    out: Path,
+    *,
+    data_dir: Path | None,
+    objects: Objects,
+    branching: Collection[int],
+    until: int | None,
+    on_round: OnRound | None,
+    log: Sequence[Target],
+    root: Path | None,
+    stopping: Stopping | None = None,
+) -> Course:
+    """Yield the requests of the run of a folder; return its summary."""
     sinks = sinks_of(log)
-    folder = RunFolder(Path(out))
+    folder = RunFolder(out)
     if not folder.config.exists():
         raise RecordError(f"{out} holds no run: there is no config.toml in it")
     if folder.model.exists():
@@ -163,14 +230,15 @@ def resume(
     mend_wiped(folder)
     experiment = read_experiment(folder.config)
     _refuse_edited(folder, experiment)
-    experiment = _with_same_objects(folder, experiment, Objects(data, model))
+    experiment = _with_same_objects(folder, experiment, objects)
     with (
         alone_in(folder.path),
         closing(_federation(experiment, folder, data_dir)) as federation,
     ):
         _record_objects(experiment, federation, folder)
         log_of_run = _log(experiment, folder, sinks, root)
-        return _run(experiment, federation, folder, branching, until, on_round, log_of_run)
+        ends = _Ends(branching, until, on_round, stopping)
+        return (yield from _run(experiment, federation, folder, ends, log_of_run))
 
 
 def mend_wiped(folder: RunFolder) -> None:
@@ -202,29 +270,32 @@ def _refuse_edited(folder: RunFolder, experiment: Experiment) -> None:
         )
 
 
+class _Ends(NamedTuple):
+    """What may end or pause a run, and what is kept on the way."""
+
+    branching: Collection[int]
+    until: int | None
+    on_round: OnRound | None
+    stopping: Stopping | None
+
+
 def _run(
-    experiment: Experiment,
-    federation: Federation,
-    folder: RunFolder,
-    branching: Collection[int],
-    until: int | None,
-    on_round: OnRound | None,
-    log: Log,
-) -> dict[str, Any]:
+    experiment: Experiment, federation: Federation, folder: RunFolder, ends: _Ends, log: Log
+) -> Course:
     taken = folder.read_branch()
     with closing(log):
-        return run_federation(
-            federation,
-            folder,
-            facts(experiment)
-            | {"clients": len(federation.population)}
-            | _scored_rows(experiment, federation)
-            | ({"branch": taken} if taken else {}),
-            checkpoint_every=experiment.sim.checkpoint_every,
-            branching=branching,
-            until=until,
-            on_round=on_round,
-            log=log,
+        return (
+            yield from course(
+                federation,
+                folder,
+                facts(experiment)
+                | {"clients": len(federation.population)}
+                | _scored_rows(experiment, federation)
+                | ({"branch": taken} if taken else {}),
+                checkpoint_every=experiment.sim.checkpoint_every,
+                log=log,
+                **ends._asdict(),
+            )
         )
 
 
@@ -398,18 +469,33 @@ def run_cell(
 
     A run that diverges is a result: its summary says so, and the comparison continues.
     """
+    return alone(cell_course(cell, data_dir, log))
+
+
+def cell_course(
+    cell: Cell,
+    data_dir: Path | None = None,
+    log: Sequence[Target] = (),
+    stopping: Stopping | None = None,
+) -> Course:
+    """Yield the requests of a cell, as `run_cell` runs it; return its summary."""
     folder = RunFolder(cell.path)
     try:
         if not folder.config.exists():
-            return run(
-                cell.experiment,
-                cell.path,
-                data_dir=data_dir,
-                branch=cell.branch,
-                branching=cell.branching,
-                until=cell.until,
-                log=log,
-                root=cell.root,
+            return (
+                yield from _started(
+                    cell.experiment,
+                    cell.path,
+                    data_dir=data_dir,
+                    objects=Objects(),
+                    branch=cell.branch,
+                    branching=cell.branching,
+                    until=cell.until,
+                    on_round=None,
+                    log=log,
+                    root=cell.root,
+                    stopping=stopping,
+                )
             )
         mend_wiped(folder)
         there = read_experiment(folder.config)
@@ -420,15 +506,18 @@ def run_cell(
             )
         if folder.summary.exists() and _is_done(folder.read_summary(), cell):
             return folder.read_summary()
-        return resume(
-            cell.path,
-            data_dir=data_dir,
-            data=cell.experiment.objects.data,
-            model=cell.experiment.objects.model,
-            branching=cell.branching,
-            until=cell.until,
-            log=log,
-            root=cell.root,
+        return (
+            yield from _resumed(
+                cell.path,
+                data_dir=data_dir,
+                objects=cell.experiment.objects,
+                branching=cell.branching,
+                until=cell.until,
+                on_round=None,
+                log=log,
+                root=cell.root,
+                stopping=stopping,
+            )
         )
     except Diverged:
         return folder.read_summary()
@@ -478,10 +567,14 @@ def run_cells(
     check_jobs(experiments, jobs)
     with warn_once() as folder:
         work: Callable[[Cell], dict[str, Any]] = partial(run_cell, data_dir=data_dir, log=log)
+        begin = partial(_begin, data_dir=data_dir, log=log) if _together(layout) else None
+        works = None
         if jobs > 1:
             stored = store_all(experiments, folder)
             work = partial(run_in_child, data_dir=data_dir, log=log, stored=stored)
-        for cell, outcome in outcomes(work, layout, jobs, more, folder):
+            if begin is not None:
+                works = partial(_run_beside_in_child, data_dir=data_dir, log=log, stored=stored)
+        for cell, outcome in outcomes(work, layout, jobs, more, folder, begin=begin, works=works):
             if on_cell is not None:
                 on_cell(cell, outcome)
             elif isinstance(outcome, Busy):
@@ -499,10 +592,8 @@ def run_in_child(
     cell: Cell, data_dir: Path | None, log: Sequence[Target], stored: Mapping[str, StoredDataset]
 ) -> dict[str, Any]:
     """Run a cell in a child process; unexpected errors are returned as text."""
-    if cell.experiment.data.name in stored:
-        data = stored[cell.experiment.data.name].open()
-        objects = replace(cell.experiment.objects, data=data)
-        cell = replace(cell, experiment=replace(cell.experiment, objects=objects))
+    name = cell.experiment.data.name
+    cell = _with_data(cell, {name: stored[name].open()} if name in stored else {})
     try:
         with run_in_progress():
             return run_cell(cell, data_dir, log)
@@ -510,6 +601,44 @@ def run_in_child(
         raise
     except Exception as error:
         raise RuntimeError(f"{cell.path}: {type(error).__name__}: {error}") from None
+
+
+def _together(layout: list[Cell]) -> bool:
+    """Whether runs may advance together: there are several, and nobody asks for one by one."""
+    return len(layout) > 1 and all(cell.experiment.sim.together != 1 for cell in layout)
+
+
+def _begin(cell: Cell, stopping: Stopping, data_dir: Path | None, log: Sequence[Target]) -> Course:
+    return cell_course(cell, data_dir, log, stopping)
+
+
+def _run_beside_in_child(
+    cells: list[Cell],
+    data_dir: Path | None,
+    log: Sequence[Target],
+    stored: Mapping[str, StoredDataset],
+) -> list[Outcome]:
+    """Run cells side by side in a child process; unexpected errors are returned as text."""
+    opened = {name: each.open() for name, each in stored.items()}
+    with run_in_progress():
+        begin = partial(_begin, data_dir=data_dir, log=log)
+        ended = run_beside(begin, [_with_data(cell, opened) for cell in cells])
+    return [_sendable(cell, outcome) for cell, outcome in zip(cells, ended, strict=True)]
+
+
+def _with_data(cell: Cell, opened: Mapping[str, Dataset]) -> Cell:
+    """Return a cell with its data in memory, where it has such data."""
+    if cell.experiment.data.name not in opened:
+        return cell
+    objects = replace(cell.experiment.objects, data=opened[cell.experiment.data.name])
+    return replace(cell, experiment=replace(cell.experiment, objects=objects))
+
+
+def _sendable(cell: Cell, outcome: Outcome) -> Outcome:
+    """Return an outcome that another process can read."""
+    if isinstance(outcome, dict | ValueError | OSError | DataError | Busy):
+        return outcome
+    return RuntimeError(f"{cell.path}: {type(outcome).__name__}: {outcome}")
 
 
 def slug(expression: str) -> str:

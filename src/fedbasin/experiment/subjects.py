@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from fedbasin.core.snapshot import Snapshots
 from fedbasin.core.state import read
 from fedbasin.core.task import Task
 from fedbasin.experiment.assemble import build
-from fedbasin.experiment.config import Experiment, from_mapping, read_config
+from fedbasin.experiment.config import Experiment, SnapshotConfig, from_mapping, read_config
 
 
 def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None = None) -> Subject:
@@ -45,7 +46,14 @@ def open_subject(path: Path, *, data_dir: Path | None = None, device: str | None
         load=lambda: _load(experiment, folder, data_dir),
         headline=headline_of(read_object(folder.summary)) if ended else _headline(task),
         task=task,
+        setting=_setting(experiment),
     )
+
+
+def _setting(experiment: Experiment) -> str:
+    """Return all settings but the seed and what is kept; a split of its own seed is no matter."""
+    kept = replace(experiment.partition, seed=0)
+    return replace(experiment, seed=0, partition=kept, snapshots=SnapshotConfig()).to_toml()
 
 
 def _headline(task: Task) -> Headline:

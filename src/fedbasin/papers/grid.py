@@ -26,6 +26,7 @@ _NO_MATTER = {
     "sim.device",
     "sim.executor",
     "sim.memory",
+    "sim.together",
     "sim.workers",
     "snapshots.clients",
     "snapshots.every",

@@ -121,7 +121,7 @@ class CohortExecutor(Executor):
             raise Unsupported("BatchNorm statistics cannot be kept apart under vmap")
 
     @property
-    def _exact(self) -> bool:
+    def exact(self) -> bool:
         """Whether only clients with a step left advance: nothing is compiled or captured."""
         return not self.compiled and not self.population.inputs.is_cuda
 
@@ -237,7 +237,9 @@ class CohortExecutor(Executor):
         )
         zero = torch.zeros((), dtype=torch.int64, device=vector.device)
         sums = vector.new_zeros(count, 4)
-        progress = cloned(Progress(point, sums, zero))  # rows of their own, not one row repeated
+        progress = Progress(point, sums, zero)
+        if not (self.exact and self.counters.lean):
+            progress = cloned(progress)  # rows of their own, not one row repeated
         try:
             progress = self._advance(progress, batches, rows.steps)
         except Elsewhere:
@@ -297,7 +299,7 @@ class CohortExecutor(Executor):
         first = torch.from_numpy(self.population.offsets[clients]).to(device)
         late = torch.from_numpy(steps - passes).to(device)
         who = torch.from_numpy(rows.clients.astype(np.int64)).to(device)
-        if self._exact:
+        if self.exact:
             most = max(int(self.population.sizes[clients].max()), 1)
             longest = max(int(steps.max()), 1)
         else:
@@ -382,7 +384,7 @@ class CohortExecutor(Executor):
 
     def _advance(self, progress: Progress, batches: BatchPlan, steps: np.ndarray) -> Progress:
         """Take all steps, on fewer and fewer clients."""
-        if self._exact and self.counters.lean:
+        if self.exact and self.counters.lean:
             progress = LeanStep(self.trainer, self.population).advance(progress, batches, steps)
             self.counters.useful += int(steps.sum())
             self.counters.total += int(steps.sum())
@@ -393,7 +395,7 @@ class CohortExecutor(Executor):
             active = int((steps > done).sum())
             width = active
             until = int(steps[active - 1])
-            if not self._exact:
+            if not self.exact:
                 width, until = self._rung(steps, active, done)
             progress = self._segment(progress, batches, width, until - done)
             self.counters.useful += int(np.clip(steps[:width] - done, 0, until - done).sum())
@@ -477,7 +479,7 @@ class CohortExecutor(Executor):
         axes = (0, 0, 0, 0, *(0 if each is not None and each.dim() else None for each in given[4:]))
         after, loss = torch.func.vmap(one, in_dims=axes)(*given)
         active = number < batches.limit
-        point = after if self._exact else advanced(active, after, progress.point)
+        point = after if self.exact else advanced(active, after, progress.point)
         samples = weight.sum(1)
         both = torch.stack([loss * samples, samples], 1) * active[:, None]
         late = (number >= batches.late)[:, None]

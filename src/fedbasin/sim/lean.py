@@ -36,6 +36,7 @@ from fedbasin.sim.dense import Dense, losses_of
 from fedbasin.sim.population import Population
 
 BLOCK_BYTES = 4 << 20  # of models that advance together: with their gradients they stay in cache
+_ALIGNED = 16  # numbers of at least four bytes
 
 Add = Callable[[str, Tensor, Tensor | None], None]  # adds a multiple of a layer's gradient to it
 
@@ -78,14 +79,15 @@ class LeanStep:
             self.dense = Dense.of(trainer.net, trainer.task, population.inputs.dim())
 
     def advance(self, progress: Progress, batches: BatchPlan, steps: np.ndarray) -> Progress:
-        """Take all steps, writing over the progress.
+        """Take all steps; nothing given is changed.
 
         Args:
-            progress: where the clients begin; its tensors are their own.
+            progress: where the clients begin.
             batches: the batches of the clients.
             steps: steps of each client, falling.
         """
-        vectors = progress.point.vector
+        point = mapped(_aligned, progress.point)
+        vectors = point.vector
         block = max(1, BLOCK_BYTES // max(vectors.element_size() * vectors.shape[1], 1))
         weights = batches.real.to(self._trainer.net.dtype)
         losses = vectors.new_zeros(weights.shape[:2])
@@ -95,14 +97,15 @@ class LeanStep:
             for number in range(int(counts[0])):
                 active = slice(first, first + int((counts > number).sum()))
                 batch = self._batch(batches, weights, active, number)
-                losses[active, number] = self._one(progress.point, batches, batch, active, number)
+                losses[active, number] = self._one(point, batches, batch, active, number)
         samples = weights.sum(2)
         late = torch.arange(weights.shape[1], device=samples.device) >= batches.late[:, None]
         both = (losses * samples, samples)
         columns = [*both, *(each * late for each in both)]
         # one step after another, so that steps that only others take change no bit
         sums = torch.stack([column.cumsum(1)[:, -1] for column in columns], 1)
-        return Progress(progress.point, progress.sums + sums, progress.number + int(steps[0]))
+        point = mapped(torch.Tensor.contiguous, point)
+        return Progress(point, progress.sums + sums, progress.number + int(steps[0]))
 
     def _batch(self, batches: BatchPlan, weights: Tensor, rows: slice, number: int) -> Batch:
         """Return the batches of some rows [A, B, ...]."""
@@ -241,6 +244,18 @@ class LeanStep:
         parts = vectors.split(list(layout.sizes), 1)
         named = zip(layout.names, layout.shapes, parts, strict=True)
         return {name: part.view(len(vectors), *shape) for name, shape, part in named}
+
+
+def _aligned(leaf: Tensor) -> Tensor:
+    """Return a copy whose rows all begin at a multiple of 64 bytes.
+
+    Products may round otherwise where memory is aligned otherwise; a client's result must not
+    depend on the row it has.
+    """
+    if leaf.dim() != 2:
+        return leaf.clone()
+    whole = -(-leaf.shape[1] // _ALIGNED) * _ALIGNED
+    return leaf.new_empty(len(leaf), whole)[:, : leaf.shape[1]].copy_(leaf)
 
 
 def _beside(numbers: Tensor, rows: Tensor) -> Tensor:

@@ -60,6 +60,24 @@ class Population:
             np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         )
 
+    @classmethod
+    def joined(cls, people: Sequence[Population]) -> Population:
+        """Return the clients of several populations that share one copy of their inputs."""
+        starts = np.cumsum([0, *(len(each.labels) for each in people)])
+        offsets = [each.offsets[:-1] + start for each, start in zip(people, starts, strict=False)]
+        places = [each.places for each in people if each.places is not None]
+        if len(places) < len(people) or any(p.inputs is not people[0].inputs for p in people):
+            raise ValueError("these populations do not share one copy of their inputs")
+        labels = torch.cat([each.labels for each in people])
+        ends = np.concatenate([*offsets, starts[-1:]])
+        return cls(people[0].inputs, labels, ends, torch.cat(places))
+
+    def apart(self) -> Population:
+        """Return the same clients with inputs of their own, in the clients' order."""
+        if self.places is None:
+            return self
+        return Population(self.inputs[self.places], self.labels, self.offsets)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

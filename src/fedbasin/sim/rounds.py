@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import Choice
 from fedbasin.core.holdings import Holdings
-from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError
+from fedbasin.core.method import Context, Method, Plan, Probe, Replies, ReplyError
 from fedbasin.core.needs import check_task
 from fedbasin.core.net import Net
 from fedbasin.core.protocols import check_private
@@ -47,11 +46,13 @@ from fedbasin.core.tree import count_bytes
 from fedbasin.local.train import Trainer
 from fedbasin.sim.attacks import Hostility
 from fedbasin.sim.clients import ClientStates
+from fedbasin.sim.clock import Clock
 from fedbasin.sim.home import ClientScores
 from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort, drop_out
 from fedbasin.sim.population import Population
 
+Work: TypeAlias = Generator[Request, Any, tuple[Server, RoundRecord]]  # sent Probe or Gathered
 _REPLY_NUMBERS = 3 * 8  # samples, steps and loss travel beside a model
 
 
@@ -104,6 +105,7 @@ class Federation:
         encoding: how the columns of a table became numbers, as JSON; empty for other data.
         hostility: hostile clients, and what they do.
         triggered: test rows with a backdoor's pattern, labelled as the attack wants them.
+        clock: tells the seconds that the run takes.
     """
 
     method: Method
@@ -134,6 +136,7 @@ class Federation:
     encoding: str = ""
     hostility: Hostility | None = None
     triggered: Evaluator | None = None
+    clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         check_task(self.method, self.trainer.task)
@@ -201,12 +204,23 @@ class Federation:
         self, server: Server, states: ClientStates
     ) -> Iterator[tuple[Server, RoundRecord]]:
         """Yield the server after each round with the round's record."""
-        holders: set[int] = set()  # of the frozen parts
-        if self.net.frozen_bytes:  # after a checkpoint some clients have been sent them
-            holders.update(*(self.cohort(round)[0].tolist() for round in range(server.round)))
+        holders = self.holders(server)
         while server.round < self.rounds:
-            server, record = self._round(server, states, holders)
+            server, record = answered(self.round(server, states, holders), self.answer)
             yield server, record
+
+    def holders(self, server: Server) -> set[int]:
+        """Return the clients that have been sent the frozen parts of the network."""
+        found: set[int] = set()
+        if self.net.frozen_bytes:  # after a checkpoint some have
+            found.update(*(self.cohort(round)[0].tolist() for round in range(server.round)))
+        return found
+
+    def answer(self, request: Request) -> Probe | Gathered:
+        """Return what the executor makes of a request."""
+        if isinstance(request, ProbeRequest):
+            return self.executor.probe([request])[0]
+        return self.executor.train([request])[0]
 
     def setup(self) -> RoundSetup:
         """Return what all rounds have in common."""
@@ -224,20 +238,31 @@ class Federation:
                 last=self.evaluate_last,
             ),
             statistics=Statistics(self.buffers, self.recalibrate),
+            clock=self.clock,
         )
 
-    def _round(
-        self, server: Server, states: ClientStates, holders: set[int]
-    ) -> tuple[Server, RoundRecord]:
-        began = time.perf_counter()
+    def round(self, server: Server, states: ClientStates, holders: set[int]) -> Work:
+        """Yield what an executor is asked for in the next round; return the server after it.
+
+        Args:
+            server: the server before the round.
+            states: what clients keep.
+            holders: who has been sent the frozen parts; who is sent them now is added.
+        """
+        began = self.clock()
         drawn, cohort = self.cohort(server.round)
         new = set(drawn.tolist()) - holders
         holders |= new
-        exchange = _Exchange(
-            self.executor, len(drawn), len(new) * self.net.frozen_bytes, self._forged
-        )
+        exchange = _Exchange(len(drawn), len(new) * self.net.frozen_bytes, self._forged)
         steps = one_round(self.setup(), server, cohort, states)
-        after, record = answered(steps, exchange.answer)
+        request = next(steps)
+        while True:
+            response = yield from exchange.answer(request)
+            try:
+                request = steps.send(response)
+            except StopIteration as end:
+                after, record = end.value
+                break
         replies = None
         if exchange.gathered is not None:
             replies = exchange.gathered.replies
@@ -246,7 +271,7 @@ class Federation:
         if self.home is not None:
             record = self.home.entered(record, after)
         record = self._attack_noted(record, after, cohort)
-        return after, replace(record, seconds=time.perf_counter() - began)
+        return after, replace(record, seconds=self.clock() - began)
 
     def _forged(self, gathered: Gathered, sent: Sent) -> Gathered:
         """Return what the cohort sends: what it trained, or what its hostile members forge."""
@@ -285,30 +310,29 @@ class Federation:
 
 @dataclass
 class _Exchange:
-    """Answers the requests of one round with an executor, and counts what would travel.
+    """Passes on the requests of one round to an executor, and counts what would travel.
 
     Args:
-        executor: how a cohort is trained.
         drawn: how many clients were drawn; all of them are sent the model, not all answer.
         frozen: bytes of frozen parts that are sent, to clients that are drawn for the first time.
         forged: what becomes of the replies on their way.
     """
 
-    executor: Executor
     drawn: int
     frozen: int = 0
     forged: Callable[[Gathered, Sent], Gathered] = lambda gathered, sent: gathered
     gathered: Gathered | None = None  # what the cohort sent back
     _probe_bytes: int = 0
 
-    def answer(self, request: Request) -> Probed | Returned:
-        """Return what the executor makes of a request."""
+    def answer(self, request: Request) -> Generator[Request, Any, Probed | Returned]:
+        """Yield what an executor must answer; return what the round is sent."""
         if isinstance(request, ProbeRequest):
-            probe = self.executor.probe([request])[0]
+            probe: Probe = yield request
             self._probe_bytes = count_bytes(probe)
             return Probed(request.cohort, probe)
         if len(request.cohort):
-            self.gathered = self.forged(self.executor.train([request])[0], request.sent)
+            trained: Gathered = yield request
+            self.gathered = self.forged(trained, request.sent)
         return Returned(self.gathered, self._traffic(request))
 
     def _traffic(self, request: TrainRequest) -> Traffic:

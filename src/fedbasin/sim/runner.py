@@ -5,29 +5,29 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing import parent_process
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from fedbasin.core.protocols import shared_prefix, state_from_prefix
 from fedbasin.core.record import RoundRecord, RunFolder, write_atomically
-from fedbasin.core.round import Server, summary_of
+from fedbasin.core.round import Request, Server, answered, summary_of
 from fedbasin.core.sink import Log
 from fedbasin.core.state import load, save, write
 from fedbasin.core.system import peak_memory
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, SavedStates
 from fedbasin.sim.provenance import record_data, refuse_other
-from fedbasin.sim.rounds import Diverged, Federation
+from fedbasin.sim.rounds import Diverged, Federation, Work
 
 _log = logging.getLogger(__name__)
 OnRound = Callable[[RoundRecord], bool | None]
+Stopping = Callable[[], bool]
 
 
 class Interrupted(RuntimeError):
@@ -43,7 +43,30 @@ class Checkpoint:
     seconds: float  # spent so far
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a run asks an executor for; it is sent the answer, a `Probe` or `Gathered`."""
+
+    federation: Federation
+    request: Request
+
+
+Course: TypeAlias = Generator[Asked, Any, dict[str, Any]]  # of a run; ends with its summary
+
+
+def alone(course: Course) -> dict[str, Any]:
+    """Run to the end with the run's own executor; return the summary."""
+    return answered(course, lambda asked: asked.federation.answer(asked.request))
+
+
 def run(
+    federation: Federation, folder: RunFolder, facts: dict[str, Any], **options: Any
+) -> dict[str, Any]:
+    """Start or resume the run of a folder, as `course` does. Return and write its summary."""
+    return alone(course(federation, folder, facts, **options))
+
+
+def course(
     federation: Federation,
     folder: RunFolder,
     facts: dict[str, Any],
@@ -53,8 +76,9 @@ def run(
     until: int | None = None,
     on_round: OnRound | None = None,
     log: Log | None = None,
-) -> dict[str, Any]:
-    """Start or resume the run of a folder. Return and write its summary.
+    stopping: Stopping | None = None,
+) -> Course:
+    """Start or resume the run of a folder: yield its requests, return and write its summary.
 
     Args:
         federation: what to run.
@@ -67,6 +91,7 @@ def run(
         on_round: called with each round's record; the run ends early where it returns True.
         log: where else records and summary go. If it fails, a checkpoint is saved before the error
             is raised.
+        stopping: whether the run is to stop after the round; by default at Ctrl-C and SIGTERM.
     """
     log = log or Log((), folder.path, folder.path, {})
     record_data(folder, federation.data)
@@ -75,17 +100,22 @@ def run(
     if federation.holdings is not None:
         write_atomically(folder.partition, federation.holdings.to_csv())
     log.open(records)
-    began = time.perf_counter()
+    began = federation.clock()
     status = "finished"
     reason = None
     end = federation.rounds if until is None else min(until, federation.rounds)
 
     def seconds() -> float:
-        return spent + time.perf_counter() - began
+        return spent + federation.clock() - began
 
-    with _stop_after_round() as stopping:
+    watched = stop_after_round() if stopping is None else nullcontext(stopping)
+    with watched as stopping:
         try:
-            for after, record in _rounds(federation, server, states, end):
+            holders = federation.holders(server)
+            while server.round < end:
+                after, record = yield from _asked(
+                    federation, federation.round(server, states, holders)
+                )
                 server = after
                 folder.append(record)
                 records.append(record)
@@ -134,16 +164,16 @@ def _write_clients(federation: Federation, records: list[RoundRecord], folder: R
         write_atomically(folder.client_table, table.to_csv())
 
 
-def _rounds(
-    federation: Federation, server: Server, states: ClientStates, end: int
-) -> Iterator[tuple[Server, RoundRecord]]:
-    """Yield the rounds up to `end`; none where the server is there already."""
-    if server.round >= end:
-        return
-    for after, record in federation.rounds_from(server, states):
-        yield after, record
-        if record.round >= end:
-            return
+def _asked(federation: Federation, work: Work) -> Generator[Asked, Any, tuple[Server, RoundRecord]]:
+    """Yield the requests of a round with the run that makes them."""
+    response = None
+    while True:
+        try:
+            request = work.send(response)
+        except StopIteration as end:  # at once where nobody answers
+            result: tuple[Server, RoundRecord] = end.value
+            return result
+        response = yield Asked(federation, request)
 
 
 def _raise_unfinished(status: str, reason: str | None, folder: RunFolder) -> None:
@@ -218,7 +248,7 @@ def _peaks() -> dict[str, int | None]:
 
 
 @contextmanager
-def _stop_after_round() -> Iterator[Callable[[], bool]]:
+def stop_after_round() -> Iterator[Callable[[], bool]]:
     """Stop after the round at the first Ctrl-C or SIGTERM, and at once at a second one.
 
     One of each counts as one stop: a scheduler's SIGTERM also ends the parent process, and a run of
