@@ -173,7 +173,7 @@ def test_the_page_runs_as_written(tmp_path):
                 for machine in [server] if where == "server" else sites:
                     machine.run(line)
         records = RunFolder(server.folder / "records").read_rounds()
-        assert [record.clients for record in records] == [2, 2]
+        assert [record.replies for record in records] == [2, 2]
         assert (server.folder / "records" / "model.safetensors").exists()
     finally:
         for machine in (server, *sites):

@@ -114,7 +114,7 @@ def test_the_command_prints_table_verdict_and_places(tmp_path):
     done = CliRunner().invoke(app, command, env={"COLUMNS": "200"}, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "2 methods, settings of each: 2 to round 1; 1 tuning seeds, 2 final seeds" in done.output
-    for part in ("over fedavg", "is best", "chosen settings:", "page:", "records:"):
+    for part in ("over fedavg", "mean accuracy", "chosen settings:", "page:", "records:"):
         assert part in done.output
     page = (tmp_path / "t" / "report.html").read_text()
     assert "How settings were chosen" in page
