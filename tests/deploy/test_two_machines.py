@@ -147,7 +147,7 @@ def test_the_page_runs_as_written(tmp_path):
     # One machine cannot give two nodes the same port for their own processes.
     sites[1].changes |= {
         "partition-id=0": "partition-id=1",
-        "flower-supernode": "flower-supernode --port 9094",
+        "flower-supernode": "flower-supernode --port 9095",
     }
     write_rows(server, "sample.csv", 60)
     write_rows(sites[0], "rows.csv", 40)
