@@ -110,6 +110,7 @@ def test_ctrl_c_begins_no_further_run_of_a_comparison(who, tmp_path):
     Workers alone: as if they had stopped before the first process came to hear of it.
     """
     out, settings = tmp_path / "out", ["--rounds", "100000", *ARGUMENTS[7:]]
+    settings += ["--set", "sim.together=1"]  # a process has one run at a time
     command = ["compare", "fedavg", "scaffold", "fedadam", "ima", "--jobs", "2", "--seeds", "0"]
     process = start(*command, *settings, "--out", str(out), start_new_session=True)
     begun = [out / "fedavg" / "seed0", out / "scaffold" / "seed0"]
