@@ -33,7 +33,7 @@ def test_every_method_gives_the_stored_models(method, executor):
     torch.set_num_threads(1)
     for which, vector in make.final_models(method, executor).items():
         stored = STORED[f"{method} {executor} {which}"]
-        if same_machine():
+        if same_machine() and executor == "loop":  # the reference
             assert torch.equal(vector, stored), (vector - stored).abs().max()
         else:
             torch.testing.assert_close(vector, stored, rtol=1e-3, atol=1e-4)

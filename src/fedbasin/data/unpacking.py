@@ -7,11 +7,12 @@ as one. What it states of its size is not trusted: columns are counted while the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from fedbasin.data.dataset import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _CELL = 8  # bytes of a number in memory
 _UNPACKED = 256 << 20  # bytes that any file may unpack to
@@ -34,6 +35,8 @@ def read_bounded(path: Path, reader: Any, name: str) -> pa.ChunkedArray:
         reader: the open `ParquetFile`.
         name: the column.
     """
+    import pyarrow as pa
+
     kind = reader.schema_arrow.field(name).type
     if pa.types.is_primitive(kind):  # as long as its rows
         check_stated(path, reader.metadata)

@@ -30,7 +30,8 @@ class Window:
     slots: tuple[Tensor, ...]  # W tensors [P], or [0] while empty
     total: Tensor  # [P] float64 sum of the filled slots
     anchor: Tensor  # [P] slots hold differences from it
-    before: Tensor  # [P] from this one those not yet replaced since it moved; [0] if it never does
+    # The anchor [P] of those that are not yet replaced since it moved; nothing where it never does.
+    before: tuple[Tensor, ...]
     pushed: int  # models seen so far
 
     @property
@@ -52,7 +53,7 @@ def empty(width: int, like: Tensor, storage: Storage = "same", *, on_cpu: bool =
     slot = torch.empty(0, dtype=dtype, device="cpu" if on_cpu else like.device)
     total = torch.zeros_like(like, dtype=torch.float64)
     anchor = torch.zeros_like(like)
-    before = anchor.clone() if dtype != like.dtype else like[:0]
+    before = (anchor.clone(),) if dtype != like.dtype else ()
     return Window((slot,) * width, total, anchor, before, 0)
 
 
@@ -61,8 +62,8 @@ def push(window: Window, model: Tensor) -> Window:
     place = window.pushed % len(window.slots)
     anchor = window.anchor
     before = window.before
-    if window.pushed == 0 or (place == 0 and before.numel()):
-        before = anchor if before.numel() else before
+    if window.pushed == 0 or (place == 0 and before):
+        before = (anchor,) if before else ()
         anchor = model
     oldest = window.slots[place]
     newest = (model - anchor).to(dtype=oldest.dtype, device=oldest.device)
@@ -84,8 +85,8 @@ def mean(window: Window) -> Tensor:
         raise ValueError("the window holds no model yet")
     total = window.total
     since = (window.pushed - 1) % len(window.slots) + 1  # slots that hold from this anchor
-    if window.before.numel() and since < window.filled:
-        moved = window.before.to(total) - window.anchor.to(total)
+    if window.before and since < window.filled:
+        moved = window.before[0].to(total) - window.anchor.to(total)
         total = total + (window.filled - since) * moved
     return (window.anchor + total / window.filled).to(window.anchor.dtype)
 
