@@ -67,7 +67,7 @@ def test_dropout_sites_are_numbered(mine):
         ("my_networks:absent", "my_networks has no 'absent'"),
         ("my_networks:text", "is a str; it must be a function"),
         ("my_networks:ready", "is a Linear; it must be a function"),
-        ("my_networks:three", "cannot be called with .shape, classes.: missing .* 'more'"),
+        ("my_networks:three", "cannot be called with .shape, outputs.: missing .* 'more'"),
         ("my_networks:number", "returned a int, not a torch.nn.Module"),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_missing_import_of_the_users_module_is_not_blamed_on_the_path(mine):
 
 
 def test_the_users_own_error_comes_through(mine):
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match=r"Plain.*failed .empty.*a class is called with"):
         models.custom((None,), 3, path=f"{mine}:Plain")
 
 

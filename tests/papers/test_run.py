@@ -362,12 +362,14 @@ def test_a_branch_whose_trunk_fails_runs_whole(invoke, tmp_path, monkeypatch):
     monkeypatch.setattr("fedbasin.papers.load_table", lambda name: ALIKE)
     from fedbasin.experiment import runs
 
-    def fail_plain(experiment, *arguments, **options):
-        if experiment.method == "fedavg":
-            raise ValueError("no luck")
-        return run(experiment, *arguments, **options)
+    begin = runs.cell_course
 
-    monkeypatch.setattr(runs, "run", fail_plain)
+    def fail_plain(cell, *arguments):
+        if cell.experiment.method == "fedavg":
+            raise ValueError("no luck")
+        return begin(cell, *arguments)
+
+    monkeypatch.setattr(runs, "cell_course", fail_plain)
     done = invoke("run", "x/table1", "--rows", "plain,late", "--jobs", "1")
     assert done.exit_code == 1 and "no luck" in str(done.exception)
     (line,) = read(tmp_path / "runs/papers/results.jsonl")

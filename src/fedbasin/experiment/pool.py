@@ -139,11 +139,14 @@ def _outcome(work: Work, cell: Cell) -> Outcome:
 
 def _beside(begin: Begin, layout: list[Cell], more: More) -> Iterator[tuple[Cell, Outcome]]:
     """Run the cells side by side; those that cannot join others run one after another."""
-    left = iter(layout)  # `more` makes it longer
+    begun: list[Cell] = []
 
     def following() -> tuple[Cell, Callable[[Stopping], Course]] | None:
-        cell = next(left, None)
-        return None if cell is None else (cell, partial(begin, cell))
+        if len(begun) == len(layout):  # for now: `more` makes it longer
+            return None
+        cell = layout[len(begun)]
+        begun.append(cell)
+        return cell, partial(begin, cell)
 
     most = layout[0].experiment.sim.together if layout else 0
     with one_copy():

@@ -29,7 +29,7 @@ def _load(path: str) -> Callable[..., Any]:
     if isinstance(factory, nn.Module) or not callable(factory):
         raise ValueError(
             f"path={path!r} is a {type(factory).__name__}; "
-            "it must be a function (shape, classes) -> torch.nn.Module"
+            "it must be a function (shape, outputs) -> torch.nn.Module"
         )
     return factory  # type: ignore[no-any-return]
 

@@ -98,8 +98,8 @@ def _begun(
     name: Name, begin: Begin, stopping: Stopping
 ) -> tuple[_Run[Name] | None, Outcome | None]:
     """Begin a run; return it at its first request, or what came of it if it joins no others."""
-    course = begin(stopping)
     try:
+        course = begin(stopping)
         asked = next(course)
     except StopIteration as end:
         return None, end.value
