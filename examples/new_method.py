@@ -3,7 +3,7 @@
     python examples/new_method.py
     cd examples && fedbasin compare fedavg new_method.my_median --preset demo
 
-Copy this to ``src/fedbasin/methods/`` to make it part of the house. The laws that every method
+Copy this to ``src/fedbasin/methods/`` to make it part of the library. The laws that every method
 obeys are checked first; the one it cannot obey is named on its card, with the reason.
 """
 

@@ -84,11 +84,11 @@ def test_what_the_guard_does_is_in_the_trail(tmp_path):
                 reply.content["arrays"][name] = type(array)(array.numpy() + 50)
         return [reply]
 
-    run(tamper=far, rounds=1, folder=tmp_path / "clip", guard=Guard(5.0))
+    run(tamper=far, rounds=1, folder=tmp_path / "clip", guard=Guard(5.0, weight=5.0))
     line = lines_of(tmp_path / "clip")[0]
     assert [b["client"] for b in line["bounded"]] == [CULPRIT] and not line["refused"]
     assert CULPRIT in [m["client"] for m in line["merged"]]
-    run(tamper=far, rounds=1, folder=tmp_path / "drop", guard=Guard(5.0, "drop"))
+    run(tamper=far, rounds=1, folder=tmp_path / "drop", guard=Guard(5.0, "drop", weight=5.0))
     line = lines_of(tmp_path / "drop")[0]
     assert [r["client"] for r in line["refused"]] == [CULPRIT] and not line["bounded"]
     assert CULPRIT not in [m["client"] for m in line["merged"]]

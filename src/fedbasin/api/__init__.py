@@ -1,4 +1,4 @@
-"""The Python door: run and compare on data of your own, and results that show themselves."""
+"""The Python interface: run and compare on your own data, with results that display themselves."""
 
 from fedbasin.api.calls import compare as compare
 from fedbasin.api.calls import resume as resume

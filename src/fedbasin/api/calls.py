@@ -1,4 +1,4 @@
-"""Run, compare and resume from Python, on data and networks of one's own or of the catalogue."""
+"""Run, compare and resume from Python, on your own data and networks or those of the catalogue."""
 
 from __future__ import annotations
 

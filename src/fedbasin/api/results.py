@@ -1,4 +1,4 @@
-"""Results that show themselves: a run, and a comparison of runs."""
+"""Results that display themselves: a run, and a comparison of runs."""
 
 from __future__ import annotations
 

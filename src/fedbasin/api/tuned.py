@@ -175,7 +175,7 @@ def tune(
 
     Settings are chosen on rows held out from the clients' training data. The chosen ones run with
     fresh seeds, and only these runs are scored on test rows. The same call with the same `out`
-    goes on where it was stopped.
+    resumes a stopped tuning.
 
     Args:
         what: an `Experiment`, or the data: a `Dataset`, or arrays ``(x, y)``.

@@ -254,7 +254,9 @@ def run(
     device: Device = None,
     epsilon: Annotated[
         float | None,
-        typer.Option(help="With --method 'dp(...)': take the noise that costs so much in all."),
+        typer.Option(
+            help="With --method 'dp(...)': find the noise at which all rounds cost this much."
+        ),
     ] = None,
     delta: Annotated[
         float | None,

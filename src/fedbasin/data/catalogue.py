@@ -161,4 +161,4 @@ def _is_current(entry: Entry, source: Source, place: Mirror | Hub) -> bool:
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """Report progress to nobody."""
+    """Report no progress."""

@@ -79,7 +79,7 @@ def wine() -> Dataset:
 
 
 def diabetes() -> Dataset:
-    """Return 442 patients by 10 measurements; the target is how their disease went on in a year.
+    """Return 442 patients by 10 measurements; the target is the progress of their disease.
 
     A fifth of the rows is test. The target is standardised as the inputs are.
     """

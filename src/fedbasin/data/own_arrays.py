@@ -203,7 +203,7 @@ def _refuse_gaps(array: NDArray[Any], what: str) -> None:
 
 
 def _kind(inputs: NDArray[Any], kind: Kind | None) -> Kind:
-    """Return the kind of the inputs, and refuse images that lie another way round."""
+    """Return the kind of the inputs, and refuse images with channels last."""
     if kind is not None and kind not in KINDS:
         raise DataError(f"kind is {kind!r}: available: {', '.join(KINDS)}")
     pixels = inputs.dtype == np.uint8 and inputs.ndim == 4
@@ -232,7 +232,7 @@ def _separate(test: Any, *, with_clients: bool) -> Sequence[Any]:
 
 
 def _joined(first: NDArray[Any], second: NDArray[Any], what: str) -> NDArray[Any]:
-    """Put the values of two sets behind one another; they must be alike."""
+    """Join the values of two sets, which must have one type and shape."""
     kinds = [array.dtype.kind.replace("u", "i") for array in (first, second)]
     if first.shape[1:] != second.shape[1:] or kinds[0] != kinds[1]:
         raise DataError(

@@ -26,7 +26,7 @@ _log = logging.getLogger("fedbasin")
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What the arguments of `from_table` and `from_clients` say alike."""
+    """The arguments that `from_table` and `from_clients` share."""
 
     targets: tuple[str, ...]
     client: str | None

@@ -23,8 +23,9 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 class HashedWords:
     """Numbers words by a hash of their letters: the same everywhere, without a vocabulary to share.
 
-    Words are lower case; a sign is a word. Token 0 is padding, words have 1 .. size - 1. Two words
-    may have one number: of 2,000 words that are used, with size 20,000, about a tenth share one.
+    Words are lower case; a punctuation mark is a word. Token 0 is padding, words have
+    1 .. size - 1. Two words may have one number: of 2,000 words that are used, with size 20,000,
+    about a tenth share one.
 
     Args:
         size: how many tokens there are.

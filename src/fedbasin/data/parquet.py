@@ -29,7 +29,7 @@ class Columns:
 
 @contextmanager
 def open_parquet(file: SourceFile) -> Iterator[Any]:
-    """Open a parquet file; whatever the reader trips over becomes a `DataError` naming it."""
+    """Open a parquet file; an error of the reader becomes a `DataError` that names the file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -85,7 +85,7 @@ def split(
 def _any(
     dataset: Dataset, pool: Rows, count: int, where: str, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Draw rows from all alike, without replacement."""
+    """Draw from all rows, whatever their class, without replacement."""
     if count >= len(pool):
         raise DataError(
             f"proxy_rows={count}, but {dataset.name} has only {len(pool)} {where} rows; ask for "

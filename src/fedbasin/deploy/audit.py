@@ -1,10 +1,9 @@
-"""Who was merged in which round, and who was refused and why: lines that hang together by hashes.
+"""Who was merged in which round, and who was refused and why: lines chained by hashes.
 
-``merged.jsonl`` in the run folder has one line a round and one for every start that goes on after
-a checkpoint. Lines are only ever added. Each holds the SHA-256 of the line before it, so a line
-that is changed, taken out or put in shows in the next one. The last line's hash is in the log of
-every round and in ``summary.json``: it shows a change of the last line, and a file that was
-rewritten as a whole, to whoever has kept it.
+``merged.jsonl`` in the run folder has one line for each round and one for each resumed start.
+Lines are only added. Each holds the SHA-256 of the line before it, so a changed, removed or added
+line no longer fits the next one. The last line's hash is in the log of every round and in
+``summary.json``. Whoever keeps it can detect a changed last line or a rewritten file.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class AuditedRound:
     refused: Sequence[Refusal] = ()
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the round as plain values for JSON."""
         return {
             "round": self.round,
             "asked": list(self.asked),
@@ -85,7 +84,7 @@ class AuditedRound:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a look at an audit trail found.
+    """The result of checking an audit trail.
 
     Args:
         lines: how many lines it has.
@@ -103,17 +102,17 @@ class AuditTrail:
     """Writes the audit trail of a federation.
 
     Args:
-        file: where it lies; None keeps nothing.
+        file: its path; with None nothing is kept.
     """
 
     file: Path | None
     head: str = field(default=FIRST, init=False)
 
     def begin(self, finished: int) -> Checked:
-        """Go on after a file that is there, and note the start; return what the file looks like.
+        """Continue an existing file and note the start; return the state of the file.
 
         Args:
-            finished: rounds that the run has finished; rounds beyond it are made again.
+            finished: rounds that the run has finished; later rounds are repeated.
         """
         if self.file is None or not self.file.exists():
             return Checked(0, FIRST)

@@ -34,7 +34,7 @@ def _node(node: int) -> str:
 
 
 def _nobody(node: int, reason: str) -> None:
-    """Tell nobody."""
+    """Ignore a refused evaluation."""
 
 
 def evaluations(

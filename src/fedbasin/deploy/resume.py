@@ -163,7 +163,9 @@ class Journal:
     def _begin_audit(self, finished: int) -> None:
         found = self.audit.begin(finished)
         if found.broken:
-            _log.warning("%s was changed: %s; it goes on behind", self.audit.file, found.broken)
+            _log.warning(
+                "%s was changed: %s; new lines are added at its end", self.audit.file, found.broken
+            )
 
     def append(
         self, record: RoundRecord, server: Server, audited: AuditedRound, *, last: bool

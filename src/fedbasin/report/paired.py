@@ -59,7 +59,7 @@ def paired_difference(
 
     Student's paired t-test, which takes the differences to be roughly normal. A rank test
     (Wilcoxon) asks for less, but with 3 pairs its p-value is never below 0.25 and with 5
-    never below 0.06, so it could not speak where comparisons are made.
+    never below 0.06, so it could never show a difference here.
     """
     seeds = sorted(set(ours) & set(theirs))
     if not seeds:

@@ -50,7 +50,7 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether it cannot go on: it is finished, or has diverged."""
+        """Whether the run cannot be resumed: it is finished, or has diverged."""
         return self.status in ("finished", "diverged")
 
 

@@ -23,8 +23,8 @@ class Row:
     reached: int  # how many seeds reached it
     seconds: float  # mean over seeds
     bytes_moved: float = 0.0  # down and up, mean over seeds
-    diverged: int = 0  # seeds whose run broke off; they count with the rounds they have
-    stopped: int = 0  # seeds whose run can go on; they too
+    diverged: int = 0  # seeds whose run diverged; they count with the rounds they have
+    stopped: int = 0  # seeds whose run can be resumed; they count too
 
 
 def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -66,7 +66,7 @@ def summarise(found: Sequence[Run], target: float | None) -> list[Row]:
 
 
 def differences(runs: Sequence[Run], baseline: str) -> dict[str, Difference | None]:
-    """Compare every method with the baseline, seed by seed, without runs that can go on.
+    """Compare every method with the baseline, seed by seed, without runs that can be resumed.
 
     Where the baseline ran with several settings, a method is compared with the one that
     shares its own; None where there is no such run, or no common seed. P-values are also given

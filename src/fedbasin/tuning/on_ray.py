@@ -1,7 +1,7 @@
 """Runs as tasks of a Ray cluster (extra ``ray``).
 
 Each run is a task that writes into its own folder, which all machines of the cluster must see. Ray
-starts the task of a lost machine again, and the run goes on from its checkpoint. Ray passes objects
+starts the task of a lost machine again, and the run resumes from its checkpoint. Ray passes objects
 between processes by pickling them: join only a cluster whose processes are all your own.
 """
 

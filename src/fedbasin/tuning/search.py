@@ -1,7 +1,7 @@
 """Run a tuned comparison: settings on held-out rows, then the chosen ones on test rows.
 
-All runs are cells in folders of their own, so the same request in the same folder goes on where it
-stopped: a run that has ended is read, one that was interrupted goes on from its checkpoint.
+All runs are cells in folders of their own, so the same request in the same folder resumes a
+stopped tuning: an ended run is read, and an interrupted one resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def _cells(request: Request, out: Path, trial: Trial) -> list[Cell]:
 def _score(path: Path, rounds: int) -> float | None:
     """Return the validation score of a run at a round: the mean of the last 10, or the last one.
 
-    A run that diverged before the round has none. Rounds after it do not count, so a tune that is
-    repeated after its survivors went on decides as it did before.
+    A run that diverged before the round has none. Later rounds do not count, so a repeated
+    tuning, whose best settings have already run further, decides as before.
     """
     folder = RunFolder(path)
     headline = headline_of(folder.read_summary())
