@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 torch.set_num_threads(1)
+# The command line's console is as wide as it was when the room was first imported. That must not
+# depend on which test comes first.
+with mock.patch.dict("os.environ", COLUMNS="200"):
+    import fedbasin.cli.app  # noqa: F401
 
 
 @pytest.hookimpl(wrapper=True)

@@ -80,13 +80,13 @@ def test_the_same_request_again_trains_nothing_and_a_larger_one_only_what_is_new
     tmp_path, monkeypatch
 ):
     trained = []
-    play = Federation._round
+    play = Federation.round
 
     def counted(self, server, states, holders):
         trained.append((self.method, server.round))
         return play(self, server, states, holders)
 
-    monkeypatch.setattr(Federation, "_round", counted)
+    monkeypatch.setattr(Federation, "round", counted)
     asked = request(methods=("fedavg",), budget=3, final_seeds=1)
     first = tune(asked, tmp_path)
     assert len(trained) == (3 + 1) * 6
@@ -99,13 +99,13 @@ def test_the_same_request_again_trains_nothing_and_a_larger_one_only_what_is_new
 
 def test_halving_goes_on_from_checkpoints_and_drops_the_worst(plain, tmp_path, monkeypatch):
     trained = []
-    play = Federation._round
+    play = Federation.round
 
     def counted(self, server, states, holders):
         trained.append(server.round)
         return play(self, server, states, holders)
 
-    monkeypatch.setattr(Federation, "_round", counted)
+    monkeypatch.setattr(Federation, "round", counted)
     asked = request(halving=2, final_seeds=1)
     assert asked.rungs() == [(4, 2), (2, 3), (1, 6)]
     halved = tune(asked, tmp_path)

@@ -567,7 +567,8 @@ def run_cells(
     check_jobs(experiments, jobs)
     with warn_once() as folder:
         work: Callable[[Cell], dict[str, Any]] = partial(run_cell, data_dir=data_dir, log=log)
-        begin = partial(_begin, data_dir=data_dir, log=log) if _together(layout) else None
+        together = _together(layout) and all(isinstance(target, str) for target in log)
+        begin = partial(_begin, data_dir=data_dir, log=log) if together else None
         works = None
         if jobs > 1:
             stored = store_all(experiments, folder)

@@ -125,6 +125,11 @@ class CohortExecutor(Executor):
         """Whether only clients with a step left advance: nothing is compiled or captured."""
         return not self.compiled and not self.population.inputs.is_cuda
 
+    @property
+    def lean(self) -> bool:
+        """Whether the lean step is taken; `vmap` alone has no rule for recurrent layers."""
+        return self.exact and self.counters.lean and self.trainer.net.compiles
+
     def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
         """Train the cohorts of all requests together, where what they send has one shape."""
         if len(requests) > 1 and not _of_one_shape(requests):
@@ -238,7 +243,7 @@ class CohortExecutor(Executor):
         zero = torch.zeros((), dtype=torch.int64, device=vector.device)
         sums = vector.new_zeros(count, 4)
         progress = Progress(point, sums, zero)
-        if not (self.exact and self.counters.lean):
+        if not self.lean:
             progress = cloned(progress)  # rows of their own, not one row repeated
         try:
             progress = self._advance(progress, batches, rows.steps)
@@ -384,7 +389,7 @@ class CohortExecutor(Executor):
 
     def _advance(self, progress: Progress, batches: BatchPlan, steps: np.ndarray) -> Progress:
         """Take all steps, on fewer and fewer clients."""
-        if self.exact and self.counters.lean:
+        if self.lean:
             progress = LeanStep(self.trainer, self.population).advance(progress, batches, steps)
             self.counters.useful += int(steps.sum())
             self.counters.total += int(steps.sum())
