@@ -9,6 +9,7 @@ import secrets
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -42,9 +43,10 @@ def command_of(name, **variables):
 
 
 def options_of(program):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     told = subprocess.run(
         [program, "--help"], capture_output=True, text=True, check=True,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "PATH": path, "COLUMNS": "200"},
     )  # fmt: skip
     return set(re.findall(r"--[a-z-]+", told.stdout))
 

@@ -369,7 +369,7 @@ def scaled(times):
 
 
 def test_an_update_far_from_the_cohort_is_dropped():
-    strategy = run(tamper=scaled(1e6), guard=Guard(5.0, "drop"))
+    strategy = run(tamper=scaled(1e6), guard=Guard(5.0, "drop", weight=None))
     expected = without_culprit()
     torch.testing.assert_close(strategy._server.send, expected.send, rtol=1e-9, atol=1e-11)
     assert [r.refused for r in strategy.journal.records] == [1, 1]
@@ -413,7 +413,7 @@ def test_a_clipped_update_is_named_and_the_run_goes_on():
 
 def test_a_guard_that_finds_nothing_changes_nothing():
     whole = trajectory(parse("fedavg", "method"), rounds=2, participation="fraction(rate=1.0)")
-    strategy = run(guard=Guard(1e9))
+    strategy = run(guard=Guard(1e9, weight=1e9))
     torch.testing.assert_close(strategy._server.send, whole[-1].send, rtol=1e-9, atol=1e-11)
     assert not strategy.journal.refused
     with pytest.raises(ValueError, match="times must be at least 1"):
