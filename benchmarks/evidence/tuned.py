@@ -73,6 +73,9 @@ NOT_ASKED = (
     *("bucketing", "bulyan", "centered_clipping", "krum", "median", "norm_bound", "rfa"),
     *("trimmed_mean", "dp"),
 )
+# Half of the methods average clients uniformly by default, and FedAvg does not: FedAvg with uniform
+# weights is a row of its own, so that a method's gain can be told from that of its weights.
+ALSO = ("fedavg(weighting='uniform')",)
 MOST_AVERAGED = 8
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "evidence.md"
@@ -167,11 +170,10 @@ def problem_of(name: str) -> tuple[Experiment, str]:
 
 def alone(base: Experiment) -> list[str]:
     """Return every method of the catalogue that can run the problem, without the averagers."""
+    left_out = (*AVERAGERS, *NOT_ASKED)
+    methods = [text(card.make()) for card in cards("method") if card.name not in left_out]
     chosen = []
-    for card in cards("method"):
-        if card.name in (*AVERAGERS, *NOT_ASKED):
-            continue
-        method = text(card.make())
+    for method in (*methods, *ALSO):
         try:
             check_needs(replace(base, method=method).resolved())
         except ConfigError as error:
