@@ -96,8 +96,8 @@ def test_ways_to_merge_fall_alone_and_stand_over_a_rule():
 def test_more_noise_costs_more_and_averages_around_it_nothing():
     by_noise = [accuracy("tff", "dp(fedavgm)", case=f"z {z}") for z in ("0", "0.5", "0.75", "1")]
     assert by_noise == sorted(by_noise, reverse=True) and by_noise[0] - by_noise[3] > 2
-    for method in ("ima(dp(fedavgm))", "wima(dp(fedavgm))"):
-        assert accuracy("tff", method, case="z 1") > by_noise[3] + 0.3
+    assert accuracy("tff", "wima(dp(fedavgm))", case="z 1") > by_noise[3] + 0.3
+    assert abs(accuracy("tff", "ima(dp(fedavgm))", case="z 1") - by_noise[3]) < 0.3
     spent = {line["case"]: line.get("epsilon") for line in TRUST.lines("tff")}
     assert spent["z 0.5"] > spent["z 0.75"] > spent["z 1"]
 
