@@ -176,7 +176,7 @@ class FedCDA(Method):
             loss=after.mean(after.losses),
             age=float((now - after.picked[after.picked >= 0]).double().mean()),
             older=sum(a != b for a, b in zip(picks, latest, strict=True)) / len(clients),
-            picked_age=now - after.picked[cohort.clients].cpu(),
+            picked_age=now - after.picked[cohort.clients.cpu()].cpu(),
         )
         if warm or self.merge is None:
             return Served(model, model, notes), after
