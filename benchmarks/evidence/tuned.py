@@ -7,8 +7,8 @@
 The problems are fmnist (an MLP, 100 clients, Dirichlet(0.1)), wisdm (activities by person), housing
 (a regression, clients by quantiles of the target) and tail (Fashion-MNIST with a long tail). All
 methods of the catalogue that can run a problem run alone, but for rules against attackers and
-noise for privacy; then the averagers (ima, wima, swa) run over the eight of them that are best on
-held-out rows. Each tries 8 settings with 2 tuning seeds, chosen by rows held out from clients'
+noise for privacy; then the averagers (ima, wima, swa) run over FedAvg and over the eight methods that
+are best on held-out rows. Each tries 8 settings with 2 tuning seeds, chosen by rows held out from clients'
 training data; 5 fresh seeds of the chosen setting are scored on test rows. The client's learning
 rate is tuned for all, and beside it what each method's card names.
 
@@ -184,15 +184,15 @@ def alone(base: Experiment) -> list[str]:
 
 
 def averaged(lines: list[dict], count: int = MOST_AVERAGED) -> list[str]:
-    """Return the averagers over the methods with the best validation scores."""
+    """Return the averagers over FedAvg and over the methods with the best validation scores."""
     best = {}
     for line in lines:
         if line["kind"] == "trial" and line["score"] is not None and not is_average(line["method"]):
             score = line["score"] if line["higher_is_better"] else -line["score"]
             best[line["method"]] = max(score, best.get(line["method"], score))
     bases = sorted(best, key=lambda method: -best[method])[:count]
-    inside = {method: "" if method == "fedavg" else f"({method})" for method in bases}
-    return [f"{averager}{inside[method]}" for method in bases for averager in AVERAGERS]
+    inside = ["", *(f"({method})" for method in bases if method != "fedavg")]
+    return [f"{averager}{base}" for base in inside for averager in AVERAGERS]
 
 
 def is_average(method: str) -> bool:
