@@ -211,6 +211,47 @@ def test_the_root_of_what_is_not_finite_is_nan_and_raises_nothing(value):
     assert both[1].isnan().all()
 
 
+def test_a_covariance_of_a_real_run_on_which_float32_gave_up_has_a_root():
+    """60 of its 64 features are dead. Whether float32 fails on it depends on LAPACK."""
+    live = torch.tensor([5, 23, 44, 49])
+    block = torch.tensor(
+        [
+            [0.19281888008117676, 0.06923282146453857, -5.077901732875034e-05, 0.0002535323],
+            [0.06923282146453857, 0.11789664626121521, -3.909897350240499e-05, 1.2645592e-05],
+            [-5.077901732875034e-05, -3.909897350240499e-05, 1.902828671518364e-06, -7.287347e-08],
+            [0.0002535323437768966, 1.264559159608325e-05, -7.287346903694925e-08, 2.36219e-05],
+        ]
+    )
+    covariance = torch.zeros(64, 64)
+    covariance[live[:, None], live] = block
+    root = symmetric_root(covariance)
+    torch.testing.assert_close(root @ root, covariance, rtol=1e-3, atol=1e-5)
+
+
+def test_the_root_is_taken_in_float64_where_float32_does_not_converge(monkeypatch):
+    """The failure is made here, so that the test does not depend on LAPACK."""
+    plain = torch.linalg.eigh
+    seen = []
+
+    def eigh(matrix):
+        seen.append(matrix.dtype)
+        if matrix.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("linalg.eigh: failed to converge")
+        assert matrix.abs().max() <= 1
+        return plain(matrix)
+
+    half = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    for scale in (1.0, 1e30, 1e-30):
+        matrix = half @ half.T * scale
+        expected = symmetric_root(matrix)
+        monkeypatch.setattr(torch.linalg, "eigh", eigh)
+        found = symmetric_root(matrix)
+        monkeypatch.undo()
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * scale**0.5)
+    assert torch.float64 in seen
+
+
 def test_noise_changes_training_and_needs_features():
     quiet, loud = trajectory(BalanceFL(noise=False)), trajectory(BalanceFL())
     assert not torch.equal(quiet[-1].send, loud[-1].send)

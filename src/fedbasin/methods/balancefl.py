@@ -146,11 +146,23 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     as diverged.
     """
     finite = covariance.isfinite().all()
-    values, vectors = torch.linalg.eigh(torch.where(finite, covariance, 0.0))
+    values, vectors = eigen(torch.where(finite, covariance, 0.0))
     least = values.amax(-1) * len(covariance) * 10 * torch.finfo(covariance.dtype).eps
     sizes = torch.where(values > least, values, 0.0).sqrt()
     root: Tensor = (vectors * sizes) @ vectors.T
     return torch.where(finite, root, torch.nan)
+
+
+def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors; in float64 where float32 does not converge."""
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
+        largest = matrix.abs().amax().clamp(min=torch.finfo(matrix.dtype).tiny).double()
+        values, vectors = torch.linalg.eigh(matrix.double() / largest)
+        values = (values * largest).to(matrix.dtype)
+        vectors = vectors.to(matrix.dtype)
+    return values, vectors
 
 
 @entry(
