@@ -56,16 +56,25 @@ def test_the_numbers_of_the_head_stand_in_the_table():
         assert float(gain.replace("\N{MINUS SIGN}", "-")) == pytest.approx(float(shown), abs=0.051)
 
 
-def test_what_uniform_weights_give_is_what_their_lines_say(capsys, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "evidence"))
-    import uniform
-
-    monkeypatch.setattr("sys.argv", ["uniform.py"])
-    uniform.main()
-    said = capsys.readouterr().out
-    mean, low, high = (
-        f"{float(word.replace(chr(0x2212), '-')):+.1f}"
-        for word in re.search(r": (\S+) \[(\S+), (\S+)\]", said).groups()
-    )
+def test_what_the_head_says_of_all_problems_is_what_the_overview_shows():
     text = (ROOT / "docs" / "methods" / "evidence.md").read_text(encoding="utf-8")
-    assert f"is {mean} [{low}, {high}] over `fedavg`" in text and f"{mean[1:]} points here" in text
+    head = text.partition("## Which method should I take?")[2].partition("\n## ")[0]
+    rows = {}
+    for row in tuned.overview().splitlines()[2:]:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        rows[cells[0].strip("`")] = cells[1:]
+    better = {method for method, cells in rows.items() if all(c.startswith("**") for c in cells)}
+    lines = head.splitlines()
+    (three,) = [line for line in lines if "These three are" in line]
+    assert set(re.findall(r"`(\w+)`", three)) == better
+    (none,) = [line for line in lines if line.startswith("5. ")]
+    for method in re.findall(r"`(\w+)`", none):
+        assert not any(cell.startswith("**") for cell in rows[method])
+
+
+def test_marks_of_the_averages_follow_the_direction_of_the_metric():
+    gap = tuned.Difference(5, -0.02, 5, -0.03, -0.01, 0.001, 0.01)
+    assert tuned.marked(gap, tuned.Headline()).startswith("_")
+    lower = tuned.Headline("rmse", higher_is_better=False, unit="")
+    assert tuned.marked(gap, lower) == f"**{tuned.MINUS}0.0200**"
+    assert not tuned.marked(tuned.replace(gap, holm=0.2), lower).startswith("*")

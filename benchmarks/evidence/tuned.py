@@ -7,10 +7,10 @@
 The problems are fmnist (an MLP, 100 clients, Dirichlet(0.1)), wisdm (activities by person), housing
 (a regression, clients by quantiles of the target) and tail (Fashion-MNIST with a long tail). All
 methods of the catalogue that can run a problem run alone, but for rules against attackers and
-noise for privacy; then the averagers (ima, wima, swa) run over FedAvg and over the eight methods that
-are best on held-out rows. Each tries 8 settings with 2 tuning seeds, chosen by rows held out from clients'
-training data; 5 fresh seeds of the chosen setting are scored on test rows. The client's learning
-rate is tuned for all, and beside it what each method's card names.
+noise for privacy; then the averagers (ima, wima, swa) run over FedAvg and over the eight methods
+that are best on held-out rows. Each tries 8 settings with 2 tuning seeds, chosen by rows held out
+from clients' training data; 5 fresh seeds of the chosen setting are scored on test rows. The
+client's learning rate is tuned for all, and beside it what each method's card names.
 
 Written down before the first run. A run of FedAvg costs 2 to 5 seconds of a core, others up to
 three times as much, and a problem has about 60 methods with 21 runs each. At hand were 16 cores for
@@ -42,12 +42,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import text
-from fedbasin.core.record import RoundRecord, RunFolder, headline_of
+from fedbasin.core.record import Headline, RoundRecord, RunFolder, headline_of
 from fedbasin.data import from_table, load
 from fedbasin.experiment import Experiment
 from fedbasin.experiment.checks import check_needs
@@ -61,6 +62,7 @@ from fedbasin.experiment.config import (
 from fedbasin.experiment.objects import Objects
 from fedbasin.experiment.runs import Cell, run_cell, slug
 from fedbasin.report.page import say_difference, say_p
+from fedbasin.report.paired import Difference, corrected, paired_difference
 from fedbasin.report.runs import Run, headline_of_runs
 from fedbasin.report.table import differences, mean_ranks, summarise
 from fedbasin.report.verdict import verdict
@@ -78,6 +80,7 @@ NOT_ASKED = (
 ALSO = ("fedavg(weighting='uniform')",)
 MOST_AVERAGED = 8
 RESULTS = Path(__file__).parent / "results"
+MINUS = "\N{MINUS SIGN}"
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "evidence.md"
 SIM = SimConfig(
     participation="count(clients=10)", checkpoint_every=1000, evaluate_every=5, device="cpu"
@@ -437,7 +440,101 @@ def with_tables(text: str) -> str:
         if found:
             lines = read([RESULTS / f"tuned_{problem}.jsonl"])
             text = before + start + table_of(lines) + end + rest.partition(end)[2]
+    for name, made in (("all", overview), ("averages", averages)):
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(start)
+        text = before + start + made() + end + rest.partition(end)[2]
     return text
+
+
+def final_runs(problem: str) -> list[Run]:
+    """Return the final runs of a problem from the lines in results/."""
+    lines = read([RESULTS / f"tuned_{problem}.jsonl"])
+    return [as_run(line) for line in lines if line["kind"] == "final"]
+
+
+def overview() -> str:
+    """Return the table of what each method alone gains over FedAvg, a column a problem."""
+    titles = []
+    gains: dict[str, list[str]] = {}
+    for place, problem in enumerate(PROBLEMS):
+        runs = final_runs(problem)
+        headline = headline_of_runs(runs)
+        unit = "points" if headline.unit == "%" else headline.words
+        titles.append(f"`{problem}`, {unit}")
+        for method, gap in differences(runs, "fedavg").items():
+            if gap is None or is_average(method):
+                continue
+            gains.setdefault(method, [""] * len(PROBLEMS))[place] = marked(gap, headline)
+
+    def order(method: str) -> tuple[int, int, str]:
+        better = sum(cell.startswith("**") for cell in gains[method])
+        worse = sum(cell.startswith("_") for cell in gains[method])
+        return (-better, worse, method)
+
+    lines = [f"| method | {' | '.join(titles)} |", f"|---|{'---|' * len(titles)}"]
+    lines += [
+        f"| `{method}` | {' | '.join(gains[method])} |" for method in sorted(gains, key=order)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def averages() -> str:
+    """Return the table of what averages over rounds gain over the method they average."""
+    lines = [
+        f"| problem | method alone | {' | '.join(f'`{name}`' for name in AVERAGERS)} |",
+        f"|---|---|{'---|' * len(AVERAGERS)}",
+    ]
+    raised = dict.fromkeys(AVERAGERS, 0)
+    seen = dict.fromkeys(AVERAGERS, 0)
+    for problem in PROBLEMS:
+        runs = final_runs(problem)
+        headline = headline_of_runs(runs)
+        scores: dict[str, dict[int, float]] = {}
+        for run in runs:
+            if run.records[0].metrics:
+                scores.setdefault(run.method, {})[run.seed] = run.records[0].metrics[headline.name]
+        found = {}
+        for method, own in scores.items():
+            inside = inside_of(method)
+            if inside is not None:
+                found[method] = paired_difference(own, scores[inside])
+        gaps = corrected(found)
+        for inside in dict.fromkeys(inside_of(method) for method in gaps):
+            cells = []
+            for averager in AVERAGERS:
+                name = averager if inside == "fedavg" else f"{averager}({inside})"
+                gap = gaps.get(name)
+                cells.append(marked(gap, headline))
+                seen[averager] += gap is not None
+                raised[averager] += gap is not None and ahead(gap, headline)
+            alone_score = headline.shown(fmean(scores[inside].values()))
+            lines.append(f"| `{problem}` | `{inside}`: {alone_score} | {' | '.join(cells)} |")
+    counts = [f"`{name}` {raised[name]} of {seen[name]}" for name in AVERAGERS]
+    lines += ["", f"Means that are better than the method's own: {', '.join(counts)}."]
+    return "\n".join(lines) + "\n"
+
+
+def inside_of(method: str) -> str | None:
+    """Return the method that an average is of; None for others."""
+    if not is_average(method):
+        return None
+    return method.partition("(")[2].removesuffix(")") or "fedavg"
+
+
+def ahead(gap: Difference, headline: Headline) -> bool:
+    """Return whether a difference is an improvement."""
+    return gap.mean != 0 and (gap.mean > 0) == headline.higher_is_better
+
+
+def marked(gap: Difference | None, headline: Headline) -> str:
+    """Write a mean difference: bold where seeds show it is better, italic where worse."""
+    if gap is None:
+        return ""
+    told = gap.holm is not None and gap.holm < 0.05
+    mark = ("**" if ahead(gap, headline) else "_") if told else ""
+    mean = f"{headline.scale * gap.mean:+.{headline.digits}f}".replace("-", MINUS)
+    return f"{mark}{mean}{mark}"
 
 
 def table_of(lines: list[dict]) -> str:
