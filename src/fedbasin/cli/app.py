@@ -156,7 +156,7 @@ def _settings(
     assignments: list[str] | None,
     own: Mapping[str, Any] | None = None,
 ) -> Experiment:
-    """Build the configuration: a file or preset, then a table of one's own, then the settings."""
+    """Build the configuration: a file or preset, then the user's table, then the settings."""
     import fedbasin.experiment  # noqa: F401  (fills the catalogue)
     from fedbasin.experiment.config import (
         ConfigError,
@@ -219,7 +219,7 @@ def _folder(out: Path | None) -> Path | None:
 
 
 def _old_target(target: str, reach: float | None) -> float:
-    """Read a number given as --target, as it was called before tables had a target column."""
+    """Read a number given as --target, the former name of --reach."""
     try:
         number = float(target)
     except ValueError:
@@ -349,7 +349,7 @@ def compare(
     log: LogTo = None,
     set_: Settings = None,
 ) -> None:
-    """Let several methods compete on the same clients, cohorts and batches.
+    """Compare several methods on the same clients, cohorts and batches.
 
     Prints a table and writes report.html and comparison.png beside the runs. To resume a
     stopped comparison, give the same command with the same --out.
@@ -477,7 +477,7 @@ def methods(
 ) -> None:
     """List the methods, or show one with its arguments.
 
-    Rules, optimisers, schedules, tasks and metrics are listed below the table and shown alike.
+    NAME may also be a rule, optimiser, schedule, task or metric; these are listed below the table.
     """
     import fedbasin.experiment  # noqa: F401
     from fedbasin.cli.listing import card_text, cards_json, cards_markdown, cards_table
