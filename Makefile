@@ -69,7 +69,7 @@ docs: $(VENV)/.docs ## run the notebooks and build the docs site into site/, whi
 stranger: ## the path of a new user, timed: clone, first table, own CSV, own federation (minutes)
 	tests/stranger.sh
 
-format: $(VENV)/.dev ## rewrite the code in the house format
+format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

@@ -73,7 +73,8 @@ DataDir = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="Where the results go; runs/... by default.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")]
-Seeds = Annotated[str, typer.Option(help="Seeds, as in 0,1,2 or 0..9.")]
+Seeds = Annotated[str, typer.Option("--seeds", "--seed", help="Seeds, as in 0,1,2 or 0..9.")]
+Config = Annotated[Path | None, typer.Option("--config", help="A TOML file with settings.")]
 Jobs = Annotated[
     int | None,
     typer.Option(min=1, help="Runs at once; by default as many as there are cores, one on a GPU."),
@@ -236,7 +237,10 @@ def _fresh(name: str) -> Path:
 
 @app.command(cls=_OldFlags)
 def run(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file with settings.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="The same as --config CONFIG.")
+    ] = None,
+    config: Config = None,
     preset: Preset = None,
     data: DataFile = None,
     target: Column = None,
@@ -275,7 +279,9 @@ def run(
     named = _assignments(
         set_, method=method, seed=seed, rounds=rounds, sim__device=device, task=task, model=model
     )
-    experiment = _settings(config, preset, named, _table(data, target, client, task))
+    if file and config:
+        raise ValueError(f"two config files are given, {file} and {config}: leave one out")
+    experiment = _settings(file or config, preset, named, _table(data, target, client, task))
     if epsilon is not None or delta is not None:
         from fedbasin.experiment.privacy import calibrated
 
@@ -333,7 +339,7 @@ def compare(
         list[str], typer.Argument(help="Expressions, e.g. fedavg 'fedprox(mu=0.1)'.")
     ],
     seeds: Seeds = "0,1,2",
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    config: Config = None,
     preset: Preset = None,
     data: DataFile = None,
     target: Column = None,
@@ -398,7 +404,7 @@ def tune(
     ] = "sobol",
     seed: Annotated[int, typer.Option(help="Randomness of the settings.")] = 0,
     baseline: Annotated[str, typer.Option(help="fedavg by default, else the first method.")] = "",
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    config: Config = None,
     preset: Preset = None,
     data: DataFile = None,
     target: Column = None,
