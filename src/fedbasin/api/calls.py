@@ -20,9 +20,9 @@ from fedbasin.core.expressions import written
 from fedbasin.core.record import RoundRecord
 from fedbasin.data import Dataset, from_arrays
 from fedbasin.experiment import ConfigError, Experiment
+from fedbasin.experiment.comparison import Cell, cells, run_cells
 from fedbasin.experiment.defaults import changed, dealt_to, defaults_for, merged, task_for
 from fedbasin.experiment.objects import Factory
-from fedbasin.experiment.runs import Cell, cells, run_cells
 from fedbasin.experiment.sharing import default_jobs
 from fedbasin.sim import Diverged
 from fedbasin.sinks import Target

@@ -29,7 +29,7 @@ from rich.text import Text
 from fedbasin.core.record import RoundRecord, latest_score
 
 if TYPE_CHECKING:
-    from fedbasin.experiment.runs import Cell, More, OnCell
+    from fedbasin.experiment.comparison import Cell, More, OnCell
     from fedbasin.sinks import Target
 
 _QUIET_SECONDS = 60  # between two lines of output without a terminal
@@ -83,7 +83,7 @@ def run_with_progress(
     """
     import torch
 
-    from fedbasin.experiment.runs import run_cells
+    from fedbasin.experiment.comparison import run_cells
     from fedbasin.sim import Interrupted
 
     if "OMP_NUM_THREADS" not in os.environ:

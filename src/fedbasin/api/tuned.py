@@ -19,9 +19,9 @@ from fedbasin.api.results import _pandas
 from fedbasin.core.expressions import written
 from fedbasin.core.record import Headline
 from fedbasin.experiment import Experiment
+from fedbasin.experiment.comparison import Cell, run_cells
 from fedbasin.experiment.config import ConfigError
 from fedbasin.experiment.objects import Factory
-from fedbasin.experiment.runs import Cell, run_cells
 from fedbasin.experiment.sharing import default_jobs
 from fedbasin.report.page import say_difference, say_p
 from fedbasin.tuning import Outcome, Request, space_of

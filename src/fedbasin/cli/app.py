@@ -33,8 +33,8 @@ from fedbasin.core.record import headline_of
 from fedbasin.sinks import SINKS
 
 if TYPE_CHECKING:
+    from fedbasin.experiment.comparison import Cell
     from fedbasin.experiment.config import Experiment
-    from fedbasin.experiment.runs import Cell
 
 app = typer.Typer(
     name="fedbasin",
@@ -281,7 +281,7 @@ def run(
 
         experiment = calibrated(experiment, epsilon, delta)
         console.print(Text(f"method = {experiment.method}"), soft_wrap=True)
-    from fedbasin.experiment.runs import Cell, slug
+    from fedbasin.experiment.comparison import Cell, slug
 
     path = _folder(out) or _fresh(slug(experiment.resolved().method))
     if out is not None and (out / "config.toml").exists():
@@ -306,8 +306,9 @@ def resume(
     import fedbasin.experiment  # noqa: F401
     from fedbasin.core.record import RecordError, RunFolder
     from fedbasin.experiment.checks import check_imports
+    from fedbasin.experiment.comparison import Cell
     from fedbasin.experiment.config import read_experiment
-    from fedbasin.experiment.runs import Cell, mend_wiped
+    from fedbasin.experiment.runs import mend_wiped
 
     if not (folder / "config.toml").exists():
         several = next(folder.glob("**/config.toml"), None) is not None
@@ -358,7 +359,7 @@ def compare(
     if data is None and target is not None:
         reach = _old_target(target, reach)
     base = _settings(config, preset, named, _table(data, target, client, task))
-    from fedbasin.experiment.runs import cells
+    from fedbasin.experiment.comparison import cells
 
     path = _folder(out) or _fresh("compare")
     layout = cells(base, methods, _read_seeds(seeds), path)
@@ -462,7 +463,7 @@ def demo(
     Needs no download and about a minute on two cores.
     """
     base = _settings(None, "demo", set_)
-    from fedbasin.experiment.runs import cells
+    from fedbasin.experiment.comparison import cells
 
     path = _folder(out) or _fresh("demo")
     layout = cells(base, DEMO_METHODS, _read_seeds(seeds), path)
