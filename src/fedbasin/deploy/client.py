@@ -380,6 +380,10 @@ def _query(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
         gradient = setup.trainer.full_gradient(setup.rows, vector, buffers)
         return answer_gradient(gradient, setup.examples)
     counts = setup.class_counts()
+    if config.get(ASK) == "score":
+        secure.refuse_plain("score of its class counts")
+    if config.get(ASK) == "encrypt":
+        secure.check_sum(config)
     if config.get(ASK) != "who":
         return answer(config, counts, context, parse(setup.method, "method"))
     facts = MetricRecord({"partition-id": setup.client, "num-partitions": setup.clients})
