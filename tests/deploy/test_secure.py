@@ -32,6 +32,7 @@ from fedbasin.deploy import (
     ServerSide,
     app_of,
 )
+from fedbasin.deploy import client as client_side
 from fedbasin.deploy.clients import ASK, TooFewNodes
 from fedbasin.deploy.secure.client import KEYS, SHARES, STAGES, UNMASK
 from fedbasin.local.private_counts import make_keys
@@ -88,6 +89,21 @@ class Losing(LocalGrid):
                 arrived = [self.spoil(stage, client, reply) for reply in arrived]
             self._inbox[message.metadata.message_id] = arrived
         return ids
+
+
+def batches_of_the_simulator(monkeypatch):
+    """Let a run's first start train on the simulator's batches, so that models can be compared."""
+    real = client_side._session_key
+
+    def session_key(session, key, round, config):
+        return key if session.attempt == 1 else real(session, key, round, config)
+
+    monkeypatch.setattr(client_side, "_session_key", session_key)
+
+
+@pytest.fixture(autouse=True)
+def same_batches(monkeypatch):
+    batches_of_the_simulator(monkeypatch)
 
 
 def run(expression="fedavg", secure=None, rounds=1, who=EVERYONE, lost=None, **settings):
@@ -391,6 +407,15 @@ def test_masked_replies_are_new_in_every_run():
     second, again = once()
     assert torch.equal(model, again)
     assert all((first[c] == second[c]).mean() < 0.1 for c in range(6))
+
+
+def test_runs_of_one_seed_train_on_other_batches(monkeypatch):
+    """Or sums over the same clients but one would differ by that client's update."""
+    *_, (alike, _) = simulated("fedavg")
+    monkeypatch.undo()
+    models = [run("fedavg", FINE)[0]._server.send for _ in range(2)] + [alike.send]
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert (models[a] - models[b]).abs().max() > 1e-5
 
 
 def test_a_resumed_run_starts_a_new_attempt_with_new_batches(tmp_path):

@@ -128,18 +128,42 @@ def test_masks_are_streams_of_aes_256_in_counter_mode():
         assert (total == 7).all() and (other == 9).all()
 
 
-def test_keys_differ_by_run_round_attempt_purpose_and_clients():
-    infos = {SESSION.info("mask", 1, 2)}
-    for other in (
-        replace(SESSION, run="ab13"),
-        replace(SESSION, round=2),
-        replace(SESSION, attempt=2),
-    ):
-        infos.add(other.info("mask", 1, 2))
-    infos |= {SESSION.info("shares", 1, 2), SESSION.info("mask", 1, 3), SESSION.info("mask", 12)}
-    assert len(infos) == 7
+def test_keys_differ_by_session_purpose_and_clients():
+    changed = dict(run="ab13", round=2, attempt=2, threshold=4, clients=5, bits=23)
+    changed |= dict(clip=1.5, rows=99, statistics=0.5, weighting="uniform")
+    assert set(changed) == set(SESSION.record())
+    infos = {
+        replace(SESSION, **{name: value}).info("mask", 1, 2) for name, value in changed.items()
+    }
+    infos |= {SESSION.info("mask", *clients) for clients in ((1, 2), (1, 3), (12,))}
+    infos.add(SESSION.info("shares", 1, 2))
+    assert len(infos) == len(changed) + 4
     secret = bytes(32)
-    assert len({keys.derived_key(secret, info) for info in infos}) == 7
+    assert len({keys.derived_key(secret, info) for info in infos}) == len(changed) + 4
+
+
+def test_clients_that_were_told_other_sessions_take_no_part():
+    """A server that tells one client a lower threshold gets nothing from the others."""
+    parties = Parties(5, 3)
+    server = parties.server
+    told = {client: replace(SESSION, clients=5) for client in range(5)}
+    told[2] = replace(told[2], bits=20)
+    refused = []
+    for client in range(5):
+        parties.session = told[client]
+        server.take_keys(client, parties.ask(client, KEYS))
+    server.close_keys()
+    for client in range(5):
+        parties.session = told[client]
+        server.take_shares(client, parties.ask(client, SHARES, server.keys_for(client)))
+    server.close_shares()
+    for client in range(5):
+        parties.session = told[client]
+        try:
+            parties.masked_reply(client)
+        except Refused as reason:
+            refused.append(str(reason))
+    assert len(refused) == 5 and all("a sealed message cannot be opened" in r for r in refused)
 
 
 @given(
