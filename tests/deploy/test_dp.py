@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
 from deploy.grids import LocalGrid, app_for, strategy_for
+from deploy.test_secure import batches_of_the_simulator
 from flwr.app import ArrayRecord, Error, Message
 
 from fedbasin.core.expressions import parse
@@ -158,7 +159,8 @@ def test_clients_noise_runs_under_secure_aggregation():
     assert 0.6 < moved.std() < 1.5
 
 
-def test_under_secure_aggregation_it_gives_the_simulators_model():
+def test_under_secure_aggregation_it_gives_the_simulators_model(monkeypatch):
+    batches_of_the_simulator(monkeypatch)
     source = f"fedavgm(dp({UNIFORM}, clip=0.2, noise=0.0, noise_by='clients'))"
     strategy, _ = run(source, secure=replace(SECURE, clip=1.0))
     federation = toy_federation(parse(source, "method"), rounds=2, participation=EVERYONE)

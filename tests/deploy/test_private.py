@@ -121,9 +121,9 @@ def test_a_score_that_no_counts_give_is_refused(score, monkeypatch):
     told = {c: ConfigRecord({"score": score if c == 4 else -1.0}) for c in range(6)}
     monkeypatch.setattr(private, "_ask", lambda *_: told)
     with pytest.raises(Refused, match=f"client 4 says that its score is {score}"):
-        private.gather_private(clients, root(0), 2)
+        private.gather_private(clients, root(0), 2, FedWCM())
     told[4] = ConfigRecord({"score": 1.0})
-    assert private.gather_private(clients, root(0), 2).scores[4] == 1.0
+    assert private.gather_private(clients, root(0), 2, FedWCM()).scores[4] == 1.0
 
 
 def test_counts_in_plain_need_the_clients_consent():
@@ -177,9 +177,11 @@ def test_a_client_whose_targets_have_no_classes_says_who_it_is():
         "fedwcm(momentum='scores')",
         "fedwcm(momentum='fixed', score='tv')",
         "ima(fedwcm(momentum='scores', unequal=True, score='inverse'))",
+        "fedwcm(momentum='scores', local=logit_adjusted)",
+        "fedavg(local=logit_adjusted)",
     ],
 )
-def test_fedwcm_with_private_counts_is_fedwcm(expression):
+def test_private_counts_give_the_model_of_plain_ones(expression):
     federation = toy_federation(parse(expression, "method"), rounds=3)
     server, states = federation.begin()
     plain = list(federation.rounds_from(server, states))[-1][0]

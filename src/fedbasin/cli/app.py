@@ -99,6 +99,14 @@ TaskName = Annotated[
 Network = Annotated[
     str | None, typer.Option("--model", help="The network, such as 'mlp(widths=(64,))'.")
 ]
+Epsilon = Annotated[
+    float | None,
+    typer.Option(help="For methods 'dp(...)': find the noise at which all rounds cost this much."),
+]
+Delta = Annotated[
+    float | None,
+    typer.Option(help="The chance that epsilon does not hold; below 1 / clients. dp has 1e-5."),
+]
 LogTo = Annotated[
     list[str] | None,
     typer.Option(
@@ -252,16 +260,8 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Randomness of the whole run.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     device: Device = None,
-    epsilon: Annotated[
-        float | None,
-        typer.Option(
-            help="With --method 'dp(...)': find the noise at which all rounds cost this much."
-        ),
-    ] = None,
-    delta: Annotated[
-        float | None,
-        typer.Option(help="The chance that epsilon does not hold; below 1 / clients. dp has 1e-5."),
-    ] = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
     out: Out = None,
     data_dir: DataDir = None,
     log: LogTo = None,
@@ -343,6 +343,8 @@ def compare(
     model: Network = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     device: Device = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
     reach: Reach = None,
     jobs: Jobs = None,
     out: Out = None,
@@ -359,6 +361,11 @@ def compare(
     if data is None and target is not None:
         reach = _old_target(target, reach)
     base = _settings(config, preset, named, _table(data, target, client, task))
+    if epsilon is not None or delta is not None:
+        from fedbasin.experiment.privacy import calibrated_methods
+
+        methods = calibrated_methods(base, methods, epsilon, delta)
+        console.print(Text("methods: " + ", ".join(methods)), soft_wrap=True)
     from fedbasin.experiment.comparison import cells
 
     path = _folder(out) or _fresh("compare")

@@ -272,8 +272,8 @@ def _class_counts(method: Method, population: Population, classes: int) -> Tenso
     if "class_counts" not in needs_of(method):
         return None
     logging.getLogger(__package__).warning(
-        "%s: the server sees every client's class counts in plain. fedbasin private-counts shows "
-        "how their sum is gathered under encryption.",
+        "%s: a simulation's server sees every client's class counts in plain. fedbasin "
+        "private-counts shows how their sum is gathered under encryption.",
         method,
     )
     return population.class_counts(classes)

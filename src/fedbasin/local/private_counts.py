@@ -91,6 +91,20 @@ def encrypt_counts(public: bytes, counts: Sequence[int] | np.ndarray) -> bytes:
     return bytes(vector.serialize())
 
 
+def encrypt_share(public: bytes, counts: Sequence[int] | np.ndarray, clients: int) -> bytes:
+    """Encrypt one client's rows by class where nobody will know how many rows there are in all.
+
+    No class may have more rows than the sum can hold of each of `clients` clients.
+    """
+    most = MOST // clients
+    if max(counts, default=0) > most:
+        raise PrivateCountsError(
+            f"counts holds {max(counts)}, the most of a class is {most} for each of {clients} "
+            "clients: a larger sum could wrap around unseen"
+        )
+    return encrypt_counts(public, counts)
+
+
 def add_counts(public: bytes, messages: Sequence[bytes], classes: int) -> bytes:
     """Add the clients' encrypted counts: the server's step, refused where it could decrypt."""
     if len(messages) < _FEWEST:
@@ -112,13 +126,14 @@ def decrypt_counts(secret: bytes, message: bytes, classes: int, rows: int) -> li
         secret: the holder's secret key.
         message: what the server added up.
         classes: how many classes there are.
-        rows: how many rows the clients hold together, as they say when they train.
+        rows: how many rows the clients hold together, as they say when they train; 0 where nobody
+            knows, and every client has checked its own counts (`encrypt_share`).
     """
     context = _read_key(secret, "secret key")
     if not context.is_private():
         raise PrivateCountsError("secret key: holds no secret, only its holder can decrypt")
     total = [int(n) for n in _vector(context, message, classes).decrypt()]
-    if min(total) < 0 or sum(total) != rows:
+    if min(total) < 0 or (rows and sum(total) != rows):
         raise PrivateCountsError(
             f"the decrypted counts do not add up to {rows} rows: a class has more than {MOST} "
             "rows in all, a client counted wrongly, or the key is not the one they encrypted with"
