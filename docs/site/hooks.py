@@ -1,7 +1,8 @@
 """Put what lies beside docs/ into the site.
 
 The README is the start page. A file of the repository that a page links to gets a page of its own:
-Markdown as it is, any other file as a listing. So every link works offline, from a folder.
+Markdown as it is, any other file as a listing. So every link works offline, from a folder. A page
+that would load a script, a style or a picture from elsewhere is an error.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import re
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
+ELSEWHERE = re.compile(r"<(?:script|img|iframe)[^>]* src=.?https?://[^ >]*")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _source_of: dict[str, str] = {}  # a page of the site -> its file in the repository
 
@@ -54,6 +57,13 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     return LINK.sub(moved, markdown)
 
 
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that needs a network."""
+    if found := ELSEWHERE.search(output):
+        raise PluginError(f"{page.file.src_uri} loads from elsewhere: {found[0]}")
+    return output
+
+
 def _file(source: str, config: MkDocsConfig) -> File:
     """Return a file of the site that is made from one of the repository."""
     path = ROOT / source
@@ -65,7 +75,8 @@ def _file(source: str, config: MkDocsConfig) -> File:
         return File.generated(config, page, abs_src_path=str(path), inclusion=level)
     kind = {".py": "python", ".sh": "bash", ".toml": "toml"}.get(path.suffix, "text")
     text = path.read_text(encoding="utf-8")
-    content = f"# {source}\n\n````{kind}\n{text}\n````\n"
+    unsearched = "---\nsearch: {exclude: true}\n---\n"
+    content = f"{unsearched}# {source}\n\n````{kind}\n{text}\n````\n"
     return File.generated(config, page, content=content, inclusion=level)
 
 

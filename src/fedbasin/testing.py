@@ -362,7 +362,7 @@ def law_dtype_is_kept(method: Method) -> None:
 
 
 def law_resume_equals_uninterrupted(method: Method) -> None:
-    """Saving the server after any round and going on from the file gives the same bits."""
+    """Saving the server after any round and resuming from the file gives the same bits."""
     federation = toy_federation(method)
     whole = trajectory(method)
     server, states = federation.begin()

@@ -63,13 +63,15 @@ def test_run_writes_a_folder_and_says_where(tmp_path):
     assert str(out) in result.output and f"{100 * summary['accuracy_last']:.2f}" in result.output
 
 
-def test_run_reads_a_config_file_and_overrides_it(tmp_path):
+@pytest.mark.parametrize("option", [(), ("--config",)])
+def test_run_reads_a_config_file_and_overrides_it(tmp_path, option):
     config = tmp_path / "c.toml"
     config.write_text('method = "scaffold"\nrounds = 50\n[local]\nlr = 0.3\n')
     out = tmp_path / "r"
     result = invoke(
-        "run", str(config), "--rounds", "2", "--out", str(out), "--set", "partition.clients=10"
-    )
+        "run", *option, str(config), "--rounds", "2", "--out", str(out),
+        "--set", "partition.clients=10",
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     text = (out / "config.toml").read_text()
     assert 'method = "scaffold"' in text and "rounds = 2" in text and "lr = 0.3" in text
@@ -199,6 +201,8 @@ def test_the_methods_page_is_up_to_date():
         (["run", "--method", "fedavgg"], ["fedavgg", "fedavg"]),
         (["run", "absent.toml"], ["absent.toml", "does not exist"]),
         (["run", "absent.toml", "--preset", "demo"], ["not both"]),
+        (["run", "a.toml", "--config", "b.toml"], ["two config files are given, a.toml and b"]),
+        (["compare", "fedavg", "--seed", "b"], ["--seeds", "'b'"]),
         (["run", "--preset", "dmo"], ["dmo", "demo"]),
         (["resume", "nowhere"], ["nowhere", "no run"]),
         (["compare", "fedavg", "--seeds", "a"], ["--seeds", "'a'"]),

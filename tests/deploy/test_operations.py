@@ -99,7 +99,8 @@ def test_the_image_is_of_this_version_and_copies_what_is_there():
         assert all((ROOT / source).exists() for source in sources), line
     (extras,) = re.findall(r"'\.\[([\w,]+)\]'", text)
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
-    user = text.index("USER fedbasin")
+    (uid,) = re.findall(r"useradd --uid (\d+) ", text)
+    user = text.index(f"USER {uid}\n")
     assert user > text.index("RUN pip") and "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1" in text
 
 

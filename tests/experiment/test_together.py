@@ -163,7 +163,7 @@ def test_a_cohort_that_fails_together_goes_on_one_by_one(tmp_path, monkeypatch):
         return train(self, requests)
 
     monkeypatch.setattr(CohortExecutor, "train", refusing)
-    with pytest.warns(UserWarning, match="2 runs go on one by one in this round: no room"):
+    with pytest.warns(UserWarning, match="2 runs continue one by one in this round: no room"):
         found = compare(base(), ["fedavg"], [0, 1], tmp_path)
     assert [each["status"] for each in found] == ["finished"] * 2
 

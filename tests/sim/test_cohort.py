@@ -339,7 +339,7 @@ def test_a_probe_is_cut_into_the_chunks_of_training(monkeypatch):
         torch.testing.assert_close(found.gradients, wanted.gradients)
         assert found.weights.tolist() == wanted.weights.tolist() and seen == cut
     most = 1
-    with pytest.warns(UserWarning, match=r"ran out of memory; going on with [21]\b"):
+    with pytest.warns(UserWarning, match=r"ran out of memory; continuing with [21]\b"):
         found = replace(cohort, counters=Counters()).probe([ProbeRequest(who, sent)])[0]
     torch.testing.assert_close(found.gradients, wanted.gradients)
 
@@ -373,7 +373,7 @@ def test_out_of_memory_halves_the_chunk_says_so_and_gives_the_same_result(monkey
         return whole(self, progress, batches, steps)
 
     monkeypatch.setattr(LeanStep, "advance", narrow)
-    with pytest.warns(UserWarning, match=r"ran out of memory; going on with [21]\b"):
+    with pytest.warns(UserWarning, match=r"ran out of memory; continuing with [21]\b"):
         found = trained(cohort, Plan(0.1, 2))
     torch.testing.assert_close(found.replies.models, trained(loop, Plan(0.1, 2)).replies.models)
     assert cohort.counters.width == 1

@@ -287,7 +287,7 @@ def test_workers_that_cannot_start_are_refused_with_the_reason(cluster):
 
     with pytest.raises(ClusterError, match="not be started: LookupError: no such engine"):
         on_ray(federation(), broken, workers=1)
-    with pytest.raises(ClusterError, match="not be started: no worker came up within 0 s"):
+    with pytest.raises(ClusterError, match="not be started: no worker started within 0 s"):
         on_ray(federation(), LoopExecutor, workers=1, patience=0.0)
 
 

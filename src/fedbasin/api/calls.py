@@ -212,7 +212,7 @@ def _fresh(name: str) -> Path:
 
 
 def _shown(progress: bool | None) -> bool:
-    """Whether a bar is shown: it needs the main thread, and somebody who looks."""
+    """Whether a bar is shown: in the main thread, on a terminal or in a notebook."""
     if threading.current_thread() is not threading.main_thread():
         return False
     if progress is not None:

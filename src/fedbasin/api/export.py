@@ -1,9 +1,9 @@
 """Write the network of a finished run as a file that loads without fedbasin.
 
-What comes out holds the network and its input transform. An exported program takes rows as the run
+The files hold the network and its input transform. An exported program takes rows as the run
 stored them: pixels 0..255, tokens, or the encoded numbers of a table. ``interface.json`` beside it
-says the shape of a row, the number of outputs and the names of classes; ``encoding.json`` says how
-a table became numbers.
+gives the shape of a row, the number of outputs and the names of classes. ``encoding.json`` says
+how a table became numbers.
 """
 
 from __future__ import annotations

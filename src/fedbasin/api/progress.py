@@ -91,7 +91,7 @@ def run_with_progress(
         torch.set_num_threads(1)
     total = rounds or sum(cell.rounds for cell in layout)
     score = TextColumn("{task.fields[score]}")
-    stopped = f"stopped; what has been run is kept. Go on with {again}" if again else ""
+    stopped = f"stopped; finished rounds are kept. Resume with {again}" if again else ""
     with bar(console, TimeRemainingColumn(), score) as progress, _last_words(stopped, console):
         task = progress.add_task("starting", total=total, score="")
         finished = threading.Event()

@@ -1,4 +1,4 @@
-"""The command line: run, compare, resume, and look around."""
+"""The command line."""
 
 from fedbasin.cli.app import app as app
 from fedbasin.cli.app import main as main

@@ -73,7 +73,8 @@ DataDir = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="Where the results go; runs/... by default.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")]
-Seeds = Annotated[str, typer.Option(help="Seeds, as in 0,1,2 or 0..9.")]
+Seeds = Annotated[str, typer.Option("--seeds", "--seed", help="Seeds, as in 0,1,2 or 0..9.")]
+Config = Annotated[Path | None, typer.Option("--config", help="A TOML file with settings.")]
 Jobs = Annotated[
     int | None,
     typer.Option(min=1, help="Runs at once; by default as many as there are cores, one on a GPU."),
@@ -164,7 +165,7 @@ def _settings(
     assignments: list[str] | None,
     own: Mapping[str, Any] | None = None,
 ) -> Experiment:
-    """Build the configuration: a file or preset, then a table of one's own, then the settings."""
+    """Build the configuration: a file or preset, then the user's table, then the settings."""
     import fedbasin.experiment  # noqa: F401  (fills the catalogue)
     from fedbasin.experiment.config import (
         ConfigError,
@@ -227,7 +228,7 @@ def _folder(out: Path | None) -> Path | None:
 
 
 def _old_target(target: str, reach: float | None) -> float:
-    """Read a number given as --target, as it was called before tables had a target column."""
+    """Read a number given as --target, the former name of --reach."""
     try:
         number = float(target)
     except ValueError:
@@ -244,7 +245,10 @@ def _fresh(name: str) -> Path:
 
 @app.command(cls=_OldFlags)
 def run(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file with settings.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="The same as --config CONFIG.")
+    ] = None,
+    config: Config = None,
     preset: Preset = None,
     data: DataFile = None,
     target: Column = None,
@@ -275,7 +279,9 @@ def run(
     named = _assignments(
         set_, method=method, seed=seed, rounds=rounds, sim__device=device, task=task, model=model
     )
-    experiment = _settings(config, preset, named, _table(data, target, client, task))
+    if file and config:
+        raise ValueError(f"two config files are given, {file} and {config}: leave one out")
+    experiment = _settings(file or config, preset, named, _table(data, target, client, task))
     if epsilon is not None or delta is not None:
         from fedbasin.experiment.privacy import calibrated
 
@@ -334,7 +340,7 @@ def compare(
         list[str], typer.Argument(help="Expressions, e.g. fedavg 'fedprox(mu=0.1)'.")
     ],
     seeds: Seeds = "0,1,2",
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    config: Config = None,
     preset: Preset = None,
     data: DataFile = None,
     target: Column = None,
@@ -352,7 +358,7 @@ def compare(
     log: LogTo = None,
     set_: Settings = None,
 ) -> None:
-    """Let several methods compete on the same clients, cohorts and batches.
+    """Compare several methods on the same clients, cohorts and batches.
 
     Prints a table and writes report.html and comparison.png beside the runs. To resume a
     stopped comparison, give the same command with the same --out.
@@ -406,7 +412,7 @@ def tune(
     ] = "sobol",
     seed: Annotated[int, typer.Option(help="Randomness of the settings.")] = 0,
     baseline: Annotated[str, typer.Option(help="fedavg by default, else the first method.")] = "",
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    config: Config = None,
     preset: Preset = None,
     data: DataFile = None,
     target: Column = None,
@@ -485,7 +491,7 @@ def methods(
 ) -> None:
     """List the methods, or show one with its arguments.
 
-    Rules, optimisers, schedules, tasks and metrics are listed below the table and shown alike.
+    NAME may also be a rule, optimiser, schedule, task or metric; these are listed below the table.
     """
     import fedbasin.experiment  # noqa: F401
     from fedbasin.cli.listing import card_text, cards_json, cards_markdown, cards_table

@@ -133,10 +133,10 @@ def info(
 ) -> None:
     """Show where a dataset comes from, its sizes, and its rows by class or its targets' range.
 
-    Of a table of your own: its columns, missing values, clients and their balance, and whether it
+    For a table of your own: its columns, missing values, clients and their balance, and whether it
     can be trained on as it is.
 
-    A dataset that is in the data folder is decoded first; one that is only on the hub must be
+    A dataset in the data folder is decoded first. One that is only on the hub must be
     fetched before.
     """
     with _one_line_errors():

@@ -204,7 +204,7 @@ def audit(
 ) -> None:
     """Check the audit trail of a federation, and say who was refused.
 
-    The exit status is 1 where a line was changed, taken out or put in.
+    The exit status is 1 if a line was changed, removed or added.
     """
     from fedbasin.deploy.audit import FILE, check, refusals_of
 
@@ -371,6 +371,6 @@ def _check_secure(folder: Path | None, method: str | None) -> None:
 
 
 def check_installed() -> None:
-    """Refuse where Flower is missing."""
+    """Fail if Flower is not installed."""
     if find_spec("flwr") is None:
         raise ValueError("this needs Flower: pip install 'fedbasin[flower]'")

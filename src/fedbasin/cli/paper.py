@@ -302,7 +302,7 @@ def _tables(name: str | None) -> list[Table]:
 
 
 def _all_lines(results: Path | None) -> list[Result]:
-    """Return the lines that ship with fedbasin, then those of one's own runs."""
+    """Return the lines that ship with fedbasin, then those of the user's own runs."""
     from fedbasin.papers.results import read, shipped
 
     if results is not None and not results.exists():

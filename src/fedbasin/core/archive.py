@@ -3,7 +3,7 @@
 One file for each (client, round), written whole or not at all, never changed and mapped into
 memory when read, so only what is looked at takes up memory. A file that the method no longer
 needs is removed by `sweep`, which a run calls once a checkpoint without it is on disk:
-whenever the process dies, all that the last checkpoint speaks of is there.
+whenever the process dies, every file that the last checkpoint names is there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Archive:
             return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
         except (OSError, ValueError, EOFError) as error:
             raise ArchiveError(
-                f"{path} is missing or damaged, and the run cannot go on without the model that "
+                f"{path} is missing or damaged, and the run cannot continue without the model that "
                 f"client {client} sent in round {round + 1}; start the run again in a new folder"
             ) from error
 

@@ -184,7 +184,7 @@ def card_of(thing: object) -> Card:
 def needs_of(thing: object) -> set[str]:
     """Return what a method, those inside it and their clients' rules ask of the outside world.
 
-    What is not in the catalogue asks for nothing.
+    An object that is not in the catalogue has no needs.
     """
     card = next((card for card in CATALOGUE.values() if card.make is type(thing)), None)
     if card is None:

@@ -1,4 +1,4 @@
-"""What an analysis found, as plain numbers: one JSON form that figures and pages are drawn from.
+"""The results of an analysis as plain numbers, in one JSON form for figures and pages.
 
 An `Analysis` holds panels of four kinds: `Lines`, `Grid`, `Bars` and `Table`. Nothing here knows
 tensors or a drawing library. A number that does not exist is NaN in Python and null in JSON;

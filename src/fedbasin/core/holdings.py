@@ -77,7 +77,7 @@ class Holdings:
                 f"{path} is no table of clients and classes ({error}); remove it"
             ) from error
         if min(counts.min(initial=0), 0 if sizes is None else sizes.min(initial=0)) < 0:
-            raise RecordError(f"{path} says that a client holds less than no rows; remove it")
+            raise RecordError(f"{path} contains a negative count; remove it")
         return cls(classes, counts, corrupted, sizes)
 
 

@@ -1,4 +1,4 @@
-"""One process at a time, by `filelock`: the system lets go of a lock when its holder dies."""
+"""One process at a time, by `filelock`: the system releases a lock when its holder dies."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Busy(RecordError):
 
 @contextmanager
 def waiting_for(path: Path) -> Iterator[None]:
-    """Hold a lock file, once nobody else does; it is removed afterwards."""
+    """Wait for a lock file and hold it; it is removed afterwards."""
     with _held(path, _FOREVER):
         yield
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keep a run folder from other processes; its lock file is gone when the run is not at work."""
+    """Lock a run folder for this process. The lock file is removed when the run ends."""
     path = folder / "run.lock"
     try:
         with _held(path, 0.0):

@@ -1,8 +1,8 @@
-"""What methods and rules need, and what is said where it is not there.
+"""What methods and rules need, and the error if it is missing.
 
 A card names needs. Some are given by the task (`Task.provides`), others by settings or by the
 network. A method that lacks one is refused before data is loaded, in one sentence that names an
-alternative: without that it would run and do something else.
+alternative: otherwise it would run and do something else.
 """
 
 from __future__ import annotations

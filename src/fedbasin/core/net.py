@@ -284,7 +284,7 @@ class Net:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """Return a copy of a module, unless its forward pass would go on in the original."""
+    """Return a copy of a module; refuse one whose copy would run the original's forward pass."""
     for name, part in module.named_modules():
         if isinstance(vars(part).get("forward"), FunctionType):
             raise ValueError(

@@ -22,7 +22,7 @@ class NeedsGradients:
 
 
 class ScoresCounts(ABC):
-    """A method that can do with one number of each client in place of its class counts."""
+    """A method that can use one number of each client in place of its class counts."""
 
     @abstractmethod
     def score_counts(self, counts: Tensor, total: Tensor) -> float:
@@ -60,7 +60,7 @@ class StartsLate(ABC):
 
     @abstractmethod
     def state_from_prefix(self, state: Any, server: Tensor, context: Context) -> Any:
-        """Convert the plainer method's state into this one's, at the round where they part."""
+        """Convert the plainer method's state into this one's, at the round where they diverge."""
 
 
 def needs_gradients(method: Method) -> bool:
@@ -145,7 +145,7 @@ def shared_prefix(method: Method, rounds: int) -> tuple[Method, int]:
 
 
 def state_from_prefix(method: Method, state: Any, server: Tensor, context: Context) -> Any:
-    """Convert the state of a method's `shared_prefix` into its own, at the round they part."""
+    """Convert the state of a method's `shared_prefix` into its own where the two diverge."""
     if isinstance(method, StartsLate):
         return method.state_from_prefix(state, server, context)
     if isinstance(method, Wrapper):

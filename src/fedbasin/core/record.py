@@ -1,14 +1,14 @@
 """The run folder: what a run leaves behind, in files that pandas opens.
 
-    config.toml              every setting, resolved
-    begun.toml               the settings it was begun with, by which edited ones are told
+    config.toml              every setting, expressions in canonical form
+    begun.toml               the settings it was started with; a resumed run must have the same
     data.json                how many rows the dataset had, and a hash that tells it from others
     partition.csv            who holds how many rows of each class
     rounds.jsonl             one line a round, flushed as it is written
     clients.csv              one line a client: what it gets, where clients are scored
     summary.json             the headline numbers
     checkpoint.safetensors   where to resume
-    branches/                checkpoints of earlier rounds, where other runs go on from
+    branches/                checkpoints of earlier rounds, from which other runs start
     branch.json              which run the first rounds were taken from, if they were
     model.safetensors        the final model
     archive/                 models of clients, for methods that keep them on disk
@@ -16,7 +16,7 @@
     snapshots/               models of chosen rounds, for analyses
     analysis/                what analyses found
     tensorboard/             events, if the run is logged there
-    mlflow.json, wandb.json  which run it is there, if the run is logged there
+    mlflow.json, wandb.json  the ids of the run there, if it is logged there
 
 This module reads and writes text only, so reports need no tensors.
 """

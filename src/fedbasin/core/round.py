@@ -80,7 +80,7 @@ Request: TypeAlias = ProbeRequest | TrainRequest
 
 
 class Probed(NamedTuple):
-    """The gradients of the clients that sent one; only these go on to train."""
+    """The gradients of the clients that sent one; only these clients train."""
 
     cohort: np.ndarray
     probe: Probe

@@ -41,7 +41,7 @@ class Rows:
         missing: bool ``[n, k]``, which of a table's k columns of numbers and flags had no value;
             None where all had one.
         origin: int64 ``[n]``, which row of a whole split each row is, for rows that are looked up
-            there; None where nobody asks.
+            there; None if they are not.
     """
 
     inputs: NDArray[Any]

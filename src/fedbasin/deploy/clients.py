@@ -40,7 +40,7 @@ class TooFewNodes(RuntimeError):
 
 @dataclass(frozen=True)
 class NodeIdentity:
-    """What a node said about itself."""
+    """What a node states about itself."""
 
     client: int  # partition id
     examples: int
@@ -88,12 +88,12 @@ class Clients:
     _refusals: list[Refusal] = field(default_factory=list)  # since they were last taken
 
     def wait(self, least: int, *, empty: bool = False, refused: bool = False) -> dict[int, int]:
-        """Return the nodes that `online` does, once there are enough.
+        """Wait until enough nodes are online; return them as `online` does.
 
         Args:
             least: how many are enough.
             empty: whether clients without data count.
-            refused: whether nodes count that are left out for what they said.
+            refused: whether nodes that are left out for their answers count as well.
         """
         began = time.monotonic()
         said = -10.0
@@ -138,7 +138,7 @@ class Clients:
             self._silent.add(node)
 
     def stated(self, client: int) -> int | None:
-        """Return how many rows a client said it holds; None where it did not say."""
+        """Return how many rows a client stated; None if it stated none."""
         return None if self.anonymous else self._examples().get(client)
 
     def who(self, node: int) -> str:
@@ -224,13 +224,13 @@ class Clients:
         return sum(self._examples().values())
 
     def mean_examples(self) -> float:
-        """Return the mean number of rows a client that holds any; 0 where clients do not say."""
+        """Return the mean number of rows of clients that hold rows; 0 if they do not state it."""
         unknown = self.anonymous or self.secure
         holding = sum(rows > 0 for rows in self._examples().values())
         return 0.0 if unknown else self.rows() / max(holding, 1)
 
     def holders(self) -> int:
-        """Return how many of all clients hold rows; 0 where some have not said yet, or do not."""
+        """Return how many of all clients hold rows; 0 where some have not stated it."""
         told = self._examples()
         unknown = self.anonymous or self.secure or len(told) < self.total
         return 0 if unknown else sum(rows > 0 for rows in told.values())
@@ -241,7 +241,7 @@ class Clients:
     def class_counts(self, weight: float | None = None) -> Tensor:
         """Wait for all clients and return their rows by class [N, classes], as they show them.
 
-        Clients that are left out for what they said count for none.
+        Clients that are left out for their answers count as holding no rows.
 
         Args:
             weight: how many times the median number of rows a client may count for.

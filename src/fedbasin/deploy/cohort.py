@@ -57,7 +57,7 @@ def content_of(
 
 
 class TakesReplies(Protocol):
-    """What becomes of a round's replies, in plain or masked."""
+    """Collects a round's replies, in plain or masked."""
 
     bytes_up: int
 

@@ -131,7 +131,7 @@ def per_client(
 
 
 def unheard(node: int, reason: str) -> None:
-    """Log that a client's evaluation is not waited for any more."""
+    """Log that the round stopped waiting for a client's evaluation."""
     _log.warning("\t> No evaluation from node %d: %s", node, reason)
 
 

@@ -159,7 +159,7 @@ class LocalFederation:
             self._until_let_in(name, before, command)
 
     def _until_let_in(self, name: str, before: int, command: tuple[str, ...]) -> None:
-        """Start a SuperNode again for as long as the SuperLink takes the killed one for it."""
+        """Start a SuperNode again until the SuperLink drops the connection of the killed one."""
         deadline = time.monotonic() + _KNOWN + self.patience
         while "SuperNode ID" not in self.log(name)[before:]:
             if self._processes[name].poll() is not None:

@@ -102,7 +102,7 @@ class Mailbox:
     def _pulled(self, message_id: str, node: int) -> tuple[list[Message], str | None]:
         """Return the replies to one message, or why they cannot be used.
 
-        What stands inside a reply was written by the node: Flower compares its envelope alone.
+        The node wrote the content of a reply; Flower checks only its envelope.
         """
         try:
             arrived = list(self.grid.pull_messages([message_id]))

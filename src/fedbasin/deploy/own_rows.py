@@ -1,4 +1,4 @@
-"""The rows that a client holds, from what its owner has: a `Dataset`, arrays, or a file of its own.
+"""The rows of a client: from a `Dataset`, from arrays, or from a file of its own.
 
 A node that has a file of its own names it in its configuration, so the server never learns of it:
 

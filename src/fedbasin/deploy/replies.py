@@ -22,9 +22,9 @@ FAR = 100.0  # times the cohort's median, beyond which a loss or a report is ref
 
 @dataclass(frozen=True)
 class Guard:
-    """What happens to a client that pulls far harder than the cohort.
+    """What happens to a client whose influence is far above the cohort's median.
 
-    A client pulls by how long its update and its reports are, and by how many rows it states. Each
+    Its influence is the length of its update and reports, and the number of rows it states. Each
     is compared with the cohort's median.
 
     Args:

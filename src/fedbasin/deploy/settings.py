@@ -101,7 +101,7 @@ class Handling:
     """How replies are waited for and taken.
 
     Args:
-        guard: what happens to clients that pull far harder than the others.
+        guard: what happens to clients whose updates are far longer than the others'.
         stream: whether to average replies as they arrive, where the method allows it; ``"auto"``
             does so for cohorts that would take more than 256 MiB.
         patience: seconds to wait for nodes that are needed.

@@ -1,4 +1,4 @@
-"""Settings that suit data of one's own, where the user gives none."""
+"""Default settings for a user's own data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVERYONE = {
 
 
 def defaults_for(task: str, *, named_clients: bool, classes: bool) -> dict[str, Any]:
-    """Return settings for data of one's own.
+    """Return the default settings for a user's own data.
 
     Args:
         task: what the outputs mean.

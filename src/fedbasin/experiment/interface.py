@@ -1,4 +1,4 @@
-"""What a trained network takes and gives, kept in the run folder so that it can be used again."""
+"""The inputs and outputs of a trained network, kept in the run folder for later use."""
 
 from __future__ import annotations
 

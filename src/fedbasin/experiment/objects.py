@@ -1,4 +1,4 @@
-"""What a run was given as Python objects: data in memory, a network or the function that makes it.
+"""The Python objects of a run: data in memory, a network or the function that makes it.
 
 A config file cannot hold them, so it holds their names. A run folder also holds a hash of the
 network's start, so that the run is resumed with the same objects or refused.

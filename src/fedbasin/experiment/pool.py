@@ -156,7 +156,7 @@ def _beside(begin: Begin, layout: list[Cell], more: More) -> Iterator[tuple[Cell
 
 
 def run_beside(begin: Begin, cells: list[Cell]) -> list[Outcome]:
-    """Run cells side by side; return what came of each."""
+    """Run cells side by side; return the result of each."""
     found = {cell.path: outcome for cell, outcome in _beside(begin, list(cells), list)}
     return [found[cell.path] for cell in cells]
 

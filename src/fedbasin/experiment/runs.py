@@ -105,7 +105,7 @@ def run(
         model: a network as an object, in place of what `model` says; likewise.
         branch: another run to take the first rounds from.
         branching: rounds after which a checkpoint is kept for other runs to start from.
-        until: the round to pause after; `resume` goes on from there.
+        until: the round to pause after; `resume` continues from there.
         on_round: called with each round's record.
         log: where else records and summary go: names (tensorboard, mlflow, wandb), `Sink` objects,
             or functions that are called with each round's record.
@@ -217,7 +217,7 @@ def resumed(out: Path, options: Options) -> Course:
 
 
 def mend_wiped(folder: RunFolder) -> None:
-    """Do without the files that a power cut has emptied, where the run can.
+    """Mend or remove files that a power cut has emptied, if the run can continue without them.
 
     The settings are written twice. Without data.json the rows are not compared with those that
     the run was begun on.
@@ -228,7 +228,7 @@ def mend_wiped(folder: RunFolder) -> None:
         write_atomically(folder.config, folder.begun.read_text(encoding="utf-8"))
     for path in (folder.begun, folder.path / "data.json"):
         if is_wiped(path):
-            told("%s was emptied; the run goes on without it", path)
+            told("%s was emptied; the run continues without it", path)
             path.unlink()
 
 

@@ -167,7 +167,7 @@ def main_script_hidden(hide: bool) -> Iterator[None]:
     """Start processes that do not import the main script, so that it needs no main guard.
 
     A spawned process imports the main script to find what is defined there. Runs that use nothing
-    of it do without.
+    of it can do without that import.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)

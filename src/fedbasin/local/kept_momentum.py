@@ -1,4 +1,4 @@
-"""Momentum that outlives a round, as where every client's optimiser is made once for the run."""
+"""Momentum kept between rounds, as if each client's optimiser were made once for the run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class KeptMomentum(LocalRule):
         return SavedMomentum(vector.new_zeros(vector.shape))
 
     def begin(self, start: Start, net: Net) -> SavedMomentum:
-        """Go on where the last round ended."""
+        """Start with the momentum of the last round."""
         kept: SavedMomentum = start.client_state
         return kept
 

@@ -1,7 +1,7 @@
 """Fine-tuning at home: how a client trains a copy of the final model before it is scored.
 
 This is the plainest way to personalise (FedAvg + fine-tuning; Yu, Bagdasaryan and Shmatikov 2020),
-and hard to beat. A client takes no part of it to the server.
+and hard to beat. Nothing of it is sent to the server.
 """
 
 from __future__ import annotations

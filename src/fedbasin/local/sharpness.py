@@ -141,7 +141,7 @@ class LESAM(LocalRule):
         return Fixed(last.known * of_length(self.rho, last.model - start.vector))
 
     def direction(self, carry: Fixed, vector: Tensor, gradient: Gradient) -> tuple[Tensor, Fixed]:
-        """Return the gradient from up there."""
+        """Return the gradient at the perturbed point."""
         return gradient(vector + carry.shift), carry
 
     def end(self, carry: Fixed, start: Start, finish: Finish) -> tuple[LastSeen, tuple[()]]:

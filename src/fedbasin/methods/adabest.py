@@ -129,6 +129,6 @@ class AdaBest(Averaging):
     def serve(
         self, state: AdaBestState, server: Tensor, mean: Tensor, context: Context
     ) -> tuple[Served, AdaBestState]:
-        """Go on along the way from the last mean to this one."""
+        """Extrapolate from the last mean through this one."""
         model = mean + self.beta * (mean - state.mean)
         return Served(model, mean if self.score == "mean" else model), AdaBestState(mean)

@@ -1,4 +1,4 @@
-r"""FedIMA: late in training, go on from the mean of the last P global models.
+r"""FedIMA: late in training, continue from the mean of the last P global models.
 
 Global models of successive rounds scatter around the middle of one loss basin. From round
 t_s on, clients start from the mean of the last P of them and take smaller steps.
@@ -14,8 +14,8 @@ FedACG, CReFF), each of the two has a window and a mean of its own.
 
 The other decays of the paper's Table 3 are `decay`: "constant" (eta = low), "cyclic" (a
 triangle between eta_{t_s} and low, period 20), "epochs" (one local epoch fewer every 20
-rounds), "none" (the configured schedule goes on). "step" (halved every 20 rounds) is the release's;
-the paper has no row for it.
+rounds), "none" (the configured schedule continues). "step" (halved every 20 rounds) is the
+release's; the paper has no row for it.
 
 With an adaptive server there are two readings, and both are expressions: `ima(inner)` averages
 the models after the server's step, and a server optimiser around `ima` steps towards the mean of
@@ -67,7 +67,7 @@ class Windows:
 )
 @dataclass(frozen=True)
 class IMA(StartsLate, Wrapper):
-    """Go on from the mean of the last P global models, with smaller steps.
+    """Continue from the mean of the last P global models, with smaller steps.
 
     Args:
         inner: the method that makes each round's raw model.

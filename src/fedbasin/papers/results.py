@@ -1,6 +1,6 @@
 """Result lines: one JSON object for every cell and seed that was run.
 
-The lines that ship with fedbasin lie in ``results/<paper>.jsonl``; runs of one's own are written
+The lines that ship with fedbasin lie in ``results/<paper>.jsonl``; the user's own runs are written
 beside their run folders.
 """
 

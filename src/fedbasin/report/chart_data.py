@@ -150,7 +150,7 @@ def _sums(steps: Iterable[float]) -> list[float | None]:
 
 
 def _short(value: Any, scale: float = 1.0) -> float | None:
-    """Keep six digits, which is more than a chart shows; what is no number becomes null."""
+    """Keep six digits, which is more than a chart shows; NaN and infinity become null."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     short = float(f"{scale * value:.6g}")

@@ -1,4 +1,4 @@
-"""Runs to one page: everything it needs is inside, so it opens anywhere and asks no network."""
+"""Runs to one page that holds everything it needs, so it opens anywhere without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders to what a report speaks of: records, settings, what clients hold, analyses."""
+"""Run folders to the contents of a report: records, settings, what clients hold, analyses."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ class Hostility:
         return torch.isin(clients, known)
 
     def forged(self, gathered: Gathered, sent: Sent, key: Key) -> Gathered:
-        """Return what a cohort sends, once its hostile members have had their way.
+        """Return what a cohort sends after its hostile members have forged their part.
 
         Args:
             gathered: what it would send.

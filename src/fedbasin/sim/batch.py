@@ -97,7 +97,7 @@ def side_by_side(
 def _begun(
     name: Name, begin: Begin, stopping: Stopping
 ) -> tuple[_Run[Name] | None, Outcome | None]:
-    """Begin a run; return it at its first request, or what came of it if it joins no others."""
+    """Begin a run; return it at its first request, or its result if it joins no others."""
     try:
         course = begin(stopping)
         asked = next(course)
@@ -133,7 +133,7 @@ def _own_answer(run: _Run[Any]) -> Any:
 
 
 def _sent(run: _Run[Any], answer: Any, seconds: float = 0.0) -> Outcome | None:
-    """Hand an answer or an error to a run; return what came of the run, if it is over."""
+    """Hand an answer or an error to a run; return the run's result, if it is over."""
     clock = run.federation.clock
     clock.go_on(seconds)
     try:
@@ -196,7 +196,7 @@ class _Team:
             try:
                 answer = run.federation.answer(run.asked.request)
             except Exception as error:
-                answer = error  # this run's own: the others go on
+                answer = error  # this run's own: the others continue
             found.append((run, answer, time.perf_counter() - began))
         return found
 
@@ -212,7 +212,9 @@ class _Team:
             gathered = self._executor.train(requests)  # type: ignore[arg-type]
         except Exception as error:
             first = str(error).strip().split("\n", 1)[0]
-            warnings.warn(f"{len(runs)} runs go on one by one in this round: {first}", stacklevel=2)
+            warnings.warn(
+                f"{len(runs)} runs continue one by one in this round: {first}", stacklevel=2
+            )
             return None
         spent = time.perf_counter() - began
         steps = [float(each.replies.steps.sum()) for each in gathered]

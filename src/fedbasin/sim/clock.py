@@ -1,4 +1,4 @@
-"""A run's own clock: it stands still while other runs of a batch are at work."""
+"""A run's own clock. It is paused while other runs of a batch work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clock:
         return self._before + running
 
     def pause(self) -> None:
-        """Stand still."""
+        """Pause."""
         self._before = self()
         self._since = None
 

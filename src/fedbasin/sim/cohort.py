@@ -192,7 +192,7 @@ class CohortExecutor(Executor):
         self._captured.clear()
         torch.cuda.empty_cache()
         warnings.warn(
-            f"{width} clients side by side ran out of memory; going on with "
+            f"{width} clients side by side ran out of memory; continuing with "
             f"{self.counters.width}. Set sim.chunk = {self.counters.width} to start there.",
             stacklevel=4,
         )

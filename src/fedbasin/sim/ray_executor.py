@@ -63,7 +63,7 @@ class Setup(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """How a worker introduces itself."""
+    """What a worker states when it has started."""
 
     engine: str
     versions: dict[str, str]
@@ -258,7 +258,8 @@ class RayExecutor(Executor):
             worker: Ready = ray.get(ready, timeout=self._patience)
         except GetTimeoutError as error:
             raise GetTimeoutError(
-                f"no worker came up within {self._patience:.0f} s; the cluster may have no room"
+                f"no worker started within {self._patience:.0f} s; "
+                "the cluster may have no free cores or GPUs"
             ) from error
         if worker.versions != versions():
             raise ClusterError(f"a Ray worker has {worker.versions}, this process {versions()}")
@@ -354,7 +355,7 @@ def _arrays(tree: Any) -> Any:
 
 
 def _tensors(tree: Any, device: torch.device) -> Any:
-    """Return a tree with tensors of one's own for arrays."""
+    """Return a tree with arrays replaced by tensors that own their memory."""
     return rebuild(
         tree,
         lambda _, leaf: torch.tensor(leaf, device=device) if isinstance(leaf, np.ndarray) else leaf,

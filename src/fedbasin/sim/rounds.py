@@ -57,7 +57,7 @@ _REPLY_NUMBERS = 3 * 8  # samples, steps and loss travel beside a model
 
 
 class Diverged(RuntimeError):
-    """A run that cannot go on, with the round and the client named."""
+    """A run that cannot continue; the message names the round and the client."""
 
 
 class Strict:

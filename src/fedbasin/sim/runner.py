@@ -180,7 +180,7 @@ def _raise_unfinished(status: str, reason: str | None, folder: RunFolder) -> Non
     if status == "diverged":
         raise Diverged(f"{reason}; the records up to there are in {folder.path}")
     if status == "stopped":
-        raise Interrupted(f"{reason}; go on with: fedbasin resume {folder.path}")
+        raise Interrupted(f"{reason}; resume it with: fedbasin resume {folder.path}")
 
 
 def start_from_prefix(

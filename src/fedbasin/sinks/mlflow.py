@@ -24,7 +24,7 @@ _MOST_PARAMS = 100  # that a server takes at once
 class MLflow(Sink):
     """Logs settings as parameters, each round's numbers as metrics, and the summary.
 
-    ``RUN/mlflow.json`` remembers the MLflow run, so that a resumed run goes on in it. A round that
+    ``RUN/mlflow.json`` remembers the MLflow run, so that a resumed run continues it. A round that
     MLflow has already is not logged again.
 
     Args:
@@ -42,7 +42,7 @@ class MLflow(Sink):
         self._uri = tracking_uri
 
     def open(self, run: RunStart) -> None:
-        """Make an MLflow run, or go on with the one that the folder remembers."""
+        """Make an MLflow run, or continue the one that the folder remembers."""
         # As with Ray: fedbasin reports nothing to anyone unless the user asks for it.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient

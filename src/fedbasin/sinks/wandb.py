@@ -27,7 +27,7 @@ class WandB(Sink):
     _over: bool
 
     def open(self, run: RunStart) -> None:
-        """Start a W&B run, or go on with the one that the folder remembers."""
+        """Start a W&B run, or continue the one that the folder remembers."""
         import wandb
 
         self._place = run.folder / "wandb.json"

@@ -1,4 +1,4 @@
-"""What a tuned comparison is asked to do, checked before anything is trained."""
+"""The request for a tuned comparison, checked before anything is trained."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The first half of the budget is what Sobol draws, the defaults first. Each further setting is
 proposed from the scores before it, so the common settings are no longer the same points for all
-methods. Proposals depend on the seed and the scores alone: a tune that was stopped proposes the
-same settings again, and finds them run.
+methods. Proposals depend on the seed and the scores alone: a tuning that was stopped proposes the
+same settings again, and reads their finished runs.
 """
 
 from __future__ import annotations

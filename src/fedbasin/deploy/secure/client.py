@@ -214,7 +214,7 @@ class SecureClient:
         return ArrayRecord({WORDS: Array(words), NUMBERS: Array(numbers)})
 
     def _opened(self, session: Session, mail: ConfigRecord) -> dict[int, tuple[bytes, bytes]]:
-        """Return the shares that others dealt to this client: of their seeds and mask keys."""
+        """Return the shares of others' seeds and mask keys that this client holds."""
         held = self._held("shares", session)
         dealers = read_clients(mail, "dealers")
         count = len(dealers)

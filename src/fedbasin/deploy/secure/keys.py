@@ -63,7 +63,7 @@ def agreed_key(secret: bytes, public: bytes, info: bytes) -> bytes:
 
 
 def derived_key(secret: bytes, info: bytes) -> bytes:
-    """Return a key that is bound to what it is for."""
+    """Return a key that is bound to its purpose."""
     return bytes(HKDF(hashes.SHA256(), KEY_BYTES, salt=None, info=info).derive(secret))
 
 
@@ -97,7 +97,7 @@ def deal(secret: bytes, threshold: int, count: int) -> list[bytes]:
 
 
 def combine(shares: list[bytes]) -> bytes:
-    """Return the secret of shares; anything may come of wrong ones, so compare it."""
+    """Return the secret of shares. Wrong shares give a wrong secret, so compare its hash."""
     try:
         return bytes(combine_shares(shares))
     except ValueError as error:
