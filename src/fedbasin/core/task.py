@@ -226,6 +226,11 @@ class Regression(RowTask):
 
     def outputs(self, targets: Targets) -> int:
         """One output a column."""
+        if targets.classes:
+            raise ValueError(
+                f"regression needs numbers, the targets are {_described(targets)}; write "
+                f"task = {_fitting(targets)!r}, or make the data with classes=False"
+            )
         return targets.columns
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
