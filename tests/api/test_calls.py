@@ -367,16 +367,21 @@ def test_a_comparison_shows_itself(comparison, tmp_path):
 
 def test_a_comparison_is_text_in_a_notebook_too(comparison, monkeypatch):
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a kernel sets it
     shown = repr(comparison)
-    assert "│ fedavg" in shown and shown.endswith(str(comparison.path))
+    assert "│ fedavg" in shown and "\x1b" not in shown and shown.endswith(str(comparison.path))
 
 
 def test_the_bar_of_a_notebook_needs_ipywidgets(monkeypatch):
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setitem(sys.modules, "ipykernel", pytest)
-    for widgets in (None, "found"):
-        monkeypatch.setattr("fedbasin.api.progress.find_spec", lambda name, w=widgets: w)
-        assert console_for_a_bar().is_jupyter == (widgets is not None)
+    monkeypatch.setattr("fedbasin.api.progress.find_spec", lambda name: "found")
+    assert console_for_a_bar().is_jupyter
+    monkeypatch.setattr("fedbasin.api.progress.find_spec", lambda name: None)
+    plain = console_for_a_bar()
+    assert not plain.is_jupyter
+    assert not plain.is_terminal  # a notebook does not understand codes that move a cursor
 
 
 def test_the_best_run_is_of_the_method_with_the_best_mean(comparison):

@@ -49,7 +49,7 @@ def console_for_a_bar() -> Console:
     Without them the console is a plain one: a line a minute is printed (`tell_a_log`).
     """
     if "ipykernel" in sys.modules and find_spec("ipywidgets") is None:
-        return Console(force_jupyter=False)
+        return Console(force_jupyter=False, force_terminal=False)
     return Console()
 
 

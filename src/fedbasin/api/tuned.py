@@ -98,7 +98,7 @@ class Tuned:
         return table_of(tuned_rows(self.outcome), self.outcome)
 
     def __repr__(self) -> str:
-        console = Console(file=io.StringIO(), width=160, force_jupyter=False)
+        console = Console(file=io.StringIO(), width=160, force_jupyter=False, force_terminal=False)
         console.print(self.table())
         assert isinstance(console.file, io.StringIO)
         return f"{console.file.getvalue()}{self.verdict}\nrecords: {self.path}"
