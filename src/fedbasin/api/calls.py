@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from fedbasin import experiment as experiments
-from fedbasin.api.progress import run_with_progress
+from fedbasin.api.progress import console_for_a_bar, run_with_progress
 from fedbasin.api.results import Comparison, RunResult
 from fedbasin.core.expressions import written
 from fedbasin.core.record import RoundRecord
@@ -72,7 +72,7 @@ def run(
     path = Path(out) if out is not None else _fresh("run")
     if on_round is None and _shown(progress):
         layout = [Cell(base.resolved(), path)]
-        (summary,) = run_with_progress(layout, Console(), data_dir, log=log)
+        (summary,) = run_with_progress(layout, console_for_a_bar(), data_dir, log=log)
         if summary["status"] == "diverged":
             raise Diverged(f"{summary['reason']}; the records up to there are in {path}")
     else:
@@ -155,7 +155,8 @@ def compare(
         raise ConfigError(f"jobs must be at least 1, got {jobs}")
     if _shown(progress):
         again = f"the same call and out={str(path)!r}"
-        summaries = run_with_progress(layout, Console(), data_dir, jobs, log=log, again=again)
+        console = console_for_a_bar()
+        summaries = run_with_progress(layout, console, data_dir, jobs, log=log, again=again)
     else:
         summaries = run_cells(layout, data_dir=data_dir, jobs=jobs, log=log)
     network = base.objects.model

@@ -203,6 +203,8 @@ def resumed(out: Path, options: Options) -> Course:
     if not folder.config.exists():
         raise RecordError(f"{out} holds no run: there is no config.toml in it")
     if folder.model.exists():
+        if objects.data is not None or objects.model is not None:
+            _with_same_objects(folder, read_experiment(folder.config), objects)
         return folder.read_summary()
     mend_wiped(folder)
     experiment = read_experiment(folder.config)
@@ -307,7 +309,8 @@ def unlike(there: Experiment, asked: Experiment) -> str:
 
 def _with_same_objects(folder: RunFolder, experiment: Experiment, objects: Objects) -> Experiment:
     """Return a run that is resumed with its objects; refuse others by their names."""
-    if objects.data is None and named_by_content(experiment.data.name):
+    unfinished = not folder.model.exists()
+    if unfinished and objects.data is None and named_by_content(experiment.data.name):
         raise RecordError(
             f"{folder.path} was begun on data in memory, {experiment.data.name}: give it again, "
             f"fedbasin.resume({str(folder.path)!r}, data=...)"
