@@ -203,8 +203,9 @@ def resumed(out: Path, options: Options) -> Course:
     if not folder.config.exists():
         raise RecordError(f"{out} holds no run: there is no config.toml in it")
     if folder.model.exists():
-        if objects.data is not None or objects.model is not None:
-            _with_same_objects(folder, read_experiment(folder.config), objects)
+        given = options.objects
+        if given.data is not None or given.model is not None:
+            _with_same_objects(folder, read_experiment(folder.config), given)
         return folder.read_summary()
     mend_wiped(folder)
     experiment = read_experiment(folder.config)

@@ -32,7 +32,7 @@ from fedbasin.core.rng import Key
 MODULUS = 1_032_193  # t
 DEGREE = 4096  # also the most classes that fit into one message
 MOST = MODULUS // 2  # the largest total of a class
-_FEWEST = 3  # the sum over two clients tells either what the other holds
+FEWEST = 3  # the sum over two clients tells either what the other holds
 _LONGEST = {"public key": 1 << 18, "secret key": 1 << 19, "encrypted counts": 1 << 17}
 
 
@@ -107,9 +107,9 @@ def encrypt_share(public: bytes, counts: Sequence[int] | np.ndarray, clients: in
 
 def add_counts(public: bytes, messages: Sequence[bytes], classes: int) -> bytes:
     """Add the clients' encrypted counts: the server's step, refused where it could decrypt."""
-    if len(messages) < _FEWEST:
+    if len(messages) < FEWEST:
         raise PrivateCountsError(
-            f"{len(messages)} messages to add: a sum over fewer than {_FEWEST} clients would tell "
+            f"{len(messages)} messages to add: a sum over fewer than {FEWEST} clients would tell "
             "what one of them holds"
         )
     context = read_public(public)
@@ -117,6 +117,11 @@ def add_counts(public: bytes, messages: Sequence[bytes], classes: int) -> bytes:
     for message in messages[1:]:
         total += _vector(context, message, classes)
     return bytes(total.serialize())
+
+
+def check_counts(public: bytes, message: bytes, classes: int) -> None:
+    """Refuse one client's encrypted counts if they cannot be read."""
+    _vector(read_public(public), message, classes)
 
 
 def decrypt_counts(secret: bytes, message: bytes, classes: int, rows: int) -> list[int]:
