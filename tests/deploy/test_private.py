@@ -120,7 +120,7 @@ def test_a_sum_of_fewer_than_three_clients_with_rows_is_not_asked_for(monkeypatc
     assert all(m.content["config"][ASK] == "who" for m in grid.sent)
 
 
-def forging(stage, forge, culprits=(CULPRIT,)):
+def forging(stage, forge, culprits=(CULPRIT,), **settings):
     """A federation some of whose clients answer one question otherwise."""
     federation = toy_federation(SCORED, rounds=1)
     questions = {}
@@ -134,7 +134,7 @@ def forging(stage, forge, culprits=(CULPRIT,)):
         return forge(config, key, reply)
 
     grid = LocalGrid(app_for(federation), 6, misstate=misstate)
-    clients = Clients(Mailbox(grid), patience=0.3)
+    clients = Clients(Mailbox(grid), patience=0.3, **settings)
     clients.wait(6)
     return federation.context.class_counts, clients, questions
 
@@ -167,6 +167,17 @@ def test_counts_that_cannot_be_read_count_for_none(forge):
     counts, clients, _ = forging("encrypt", forge)
     assert gather(clients, root(0), 3) == (counts.sum(0) - counts[CULPRIT]).tolist()
     assert only_culprit(clients)
+
+
+def test_under_secure_aggregation_nobody_is_left_out_of_the_sum():
+    """Clients agreed to a sum of six: the sum of five is not opened."""
+    counts, clients, _ = forging("encrypt", says(b"x"), secure=True)
+    assert gather(clients, root(0), 3) is None
+    assert all(
+        m.content["config"][ASK] != "decrypt" for m in clients.mail.grid.sent if m.has_content()
+    )
+    counts, clients, _ = forging("encrypt", says(b"x"), [], secure=True)
+    assert gather(clients, root(0), 3) == counts.sum(0).tolist()
 
 
 HOLDER = draw_holders(range(6), 1, root(0))[0]
