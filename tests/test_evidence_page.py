@@ -72,6 +72,12 @@ def test_what_the_head_says_of_all_problems_is_what_the_overview_shows():
         assert not any(cell.startswith("**") for cell in rows[method])
 
 
+def test_no_sentence_stands_twice():
+    text = (ROOT / "docs" / "methods" / "evidence.md").read_text(encoding="utf-8")
+    prose = [line for line in text.splitlines() if len(line) > 60 and not line.startswith("|")]
+    assert len(prose) == len(set(prose))
+
+
 def test_marks_of_the_averages_follow_the_direction_of_the_metric():
     gap = tuned.Difference(5, -0.02, 5, -0.03, -0.01, 0.001, 0.01)
     assert tuned.marked(gap, tuned.Headline()).startswith("_")

@@ -7,7 +7,7 @@ Flower's messages and apps run in one process, without SuperLink and SuperNodes,
 hundred rounds take minutes (`make test-federation` kills real processes). SCAFFOLD trains on the
 digits, and every client keeps its variate in a file. By chance, with a fixed seed:
 
-- 1 of 100 replies is malformed;
+- 1 of 100 replies is malformed, so that no server may merge it;
 - a node dies with its message, and comes back later under a new id;
 - the ServerApp dies in a round, and is started again from its folder;
 - the SuperLink dies with it: all messages are lost, and all nodes have new ids.
@@ -34,13 +34,12 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))  # the grid and the forgeries of the tests
+sys.path.insert(0, str(ROOT / "tests"))  # the grid of the tests
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from deploy.grids import LocalGrid, app_for  # noqa: E402
-from deploy.test_fuzz import mutated  # noqa: E402
-from flwr.app import ArrayRecord, Context, Message, RecordDict  # noqa: E402
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict  # noqa: E402
 
 from fedbasin.core.rng import Key  # noqa: E402
 from fedbasin.core.tree import flatten  # noqa: E402
@@ -121,7 +120,30 @@ class Dying(LocalGrid):
         if self.draws.random() >= self.malformed:
             return [reply]
         self.counted["replies malformed"] += 1
-        return mutated(reply, self.draws)
+        spoil(reply, self.draws)
+        return [reply]
+
+
+def spoil(reply: Message, draws: Any) -> None:
+    """Make a reply one that no server may merge, in one of six ways."""
+    arrays, metrics = reply.content["arrays"], reply.content["metrics"]
+    name = list(arrays)[draws.integers(len(arrays))]
+    values = arrays[name].numpy().copy()
+    kind = draws.integers(6)
+    if kind == 0:
+        values.reshape(-1)[draws.integers(values.size)] = np.nan
+        arrays[name] = Array(values)
+    elif kind == 1:
+        arrays[name] = Array(values[..., :-1].copy())
+    elif kind == 2:
+        cut = arrays[name].data[: draws.integers(len(arrays[name].data))]
+        arrays[name] = Array(arrays[name].dtype, arrays[name].shape, arrays[name].stype, cut)
+    elif kind == 3:
+        del arrays[name]
+    elif kind == 4:
+        metrics["steps"] = 10**15
+    else:
+        metrics["server-round"] = 0
 
 
 class Replayed(Federation):

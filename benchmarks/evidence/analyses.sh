@@ -22,7 +22,7 @@ skews="--set partition.clients=20 --rounds 30 --set sim.participation=fraction(r
     --set data.proxy_per_class=10 --set local.lr=0.03 --set snapshots.every=5 --set local.epochs=3"
 tail="--set data.imbalance=0.1 --set partition.how=client_dirichlet(alpha=0.1) \
     --set partition.clients=20 --set sim.participation=count(clients=5) --rounds 40 \
-    --set local.momentum=0.0 --set local.lr=0.1 --set snapshots.every=5 --set snapshots.clients=false"
+    --set local.momentum=0.0 --set local.lr=0.1 --set snapshots.every=5"
 
 # FedIMA: cross-device (Figures 1, 5, 7c-10) and cross-silo with decay and without (2-4).
 train device $device --method fedavg
@@ -37,6 +37,7 @@ train law-lambda $skews $hybrid --method 'fedlaw(learn="lambda",epochs=20)'
 train law-both $skews $hybrid --method 'fedlaw(epochs=20)'
 train law-cohorts $skews $hybrid --method 'fedlaw(learn="lambda",epochs=20)' \
     --set 'sim.participation=count(clients=5)'
+train law-trace $skews $hybrid --method 'fedlaw(guard=0,trace=True)' --set snapshots.clients=false
 train law-three --rounds 24 --set partition.clients=3 --set local.lr=0.03 --set snapshots.every=4 \
     --set 'partition.how=hybrid_dirichlet(alpha1=10.0,alpha2=0.1,equal=True)' \
     --set 'sim.participation=fraction(rate=1.0)' --method fedavg
@@ -63,6 +64,7 @@ show cka "$out/silo" "$out/silo-decay"
 show line "$out/device" "$out/device-ima"
 show shrinking "$out/law-fedavg" "$out/law-gamma"
 show lambdas "$out/law-lambda" "$out/law-both" --groups 0-9,10-19
+show fit "$out/law-trace"
 show rescaling "$out/law-fedavg" "$out/law-gamma"
 show hessian "$out/law-fedavg" "$out/law-gamma"
 show coherence "$out/law-fedavg" "$out/law-gamma" --groups 0-9,10-19 --tag gamma
@@ -70,7 +72,7 @@ show coherence "$out/law-cohorts" --tag mix
 show weights "$out/law-three"
 show pearson "$out/law-lambda"
 show selection "$out/cda"
-for name in neurons classes collapse; do
+for name in neurons classes collapse gradient; do
     show $name "$out/tail-fedavg" "$out/tail-fedcm" "$out/tail-fedwcm"
 done
 show curves "$out/device" "$out/wima" "$out/swa" --target 0.8

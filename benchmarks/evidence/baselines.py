@@ -20,8 +20,8 @@ from tqdm import tqdm
 from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import text
 from fedbasin.experiment import Experiment
+from fedbasin.experiment.comparison import Cell, cells, run_cell
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
-from fedbasin.experiment.runs import Cell, cells, run_cell
 
 WRAPS = {"alone": "{}", "wima": "wima({}, window=10)", "ima": "ima({})"}
 TRAJECTORY = ("ima", "wima", "swa")

@@ -52,6 +52,7 @@ from fedbasin.core.record import Headline, RoundRecord, RunFolder, headline_of
 from fedbasin.data import from_table, load
 from fedbasin.experiment import Experiment
 from fedbasin.experiment.checks import check_needs
+from fedbasin.experiment.comparison import Cell, run_cell, slug
 from fedbasin.experiment.config import (
     ConfigError,
     DataConfig,
@@ -60,7 +61,6 @@ from fedbasin.experiment.config import (
     SimConfig,
 )
 from fedbasin.experiment.objects import Objects
-from fedbasin.experiment.runs import Cell, run_cell, slug
 from fedbasin.report.page import say_difference, say_p
 from fedbasin.report.paired import Difference, corrected, paired_difference
 from fedbasin.report.runs import Run, headline_of_runs

@@ -37,7 +37,7 @@ def demo(**sim):
 
 def runs(methods: list[str], count: int, **sim) -> float:
     """Return the CPU-seconds of runs of the demo with some seeds."""
-    from fedbasin.experiment.runs import cells, run_cells
+    from fedbasin.experiment.comparison import cells, run_cells
 
     with tempfile.TemporaryDirectory() as folder:
         layout = cells(demo(**sim), methods, range(count), Path(folder))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedbasin import Experiment, LocalConfig, PartitionConfig, SimConfig, SnapshotConfig, build, run
 from fedbasin.analyze import CATALOGUE, AnalysisError, Options, find
 from fedbasin.analyze.coherence import gradient_coherence
-from fedbasin.analyze.draw import _looks, draw
+from fedbasin.analyze.draw import _looks, _name_places, draw
 from fedbasin.analyze.subject import label, resolve
 from fedbasin.cli import app, main
 from fedbasin.cli.analyze import read_groups
@@ -47,11 +47,13 @@ METHODS = {
     "fedlaw": "fedlaw(epochs=5)",
     "fedcda": "fedcda(warmup=1)",
     "wima": "wima(fedavg, window=2)",
+    "traced": "fedlaw(epochs=7, guard=0, trace=True)",
 }
 RUNS_OF = {
     "selection": ["fedcda"],
     "pearson": ["fedlaw"],
     "lambdas": ["fedlaw", "few"],
+    "fit": ["traced"],
     "shrinking": ["fedavg", "fedlaw"],
     "decomposition": ["fedavg", "again"],
 }
@@ -144,8 +146,11 @@ def test_a_plane_marks_clients_their_mean_and_others_where_they_are(runs):
     assert [p.title for p in found.panels][::2] == ["round 2: test loss", "round 4: test loss"]
     grid = panel(found, "round 4: test loss")
     three = ["client0:4", "client1:4", "client2:4"]
-    assert [m.name for m in grid.marks] == [*three, "mean:4", "mean of the three"]
-    middle = grid.marks[-1]
+    assert [m.name for m in grid.marks] == [*three, "mean:4", "mean of the three", "smallest loss"]
+    values = np.array(grid.values)
+    row, column = np.unravel_index(values.argmin(), values.shape)
+    assert (grid.marks[-1].x, grid.marks[-1].y) == pytest.approx((grid.x[column], grid.y[row]))
+    middle = grid.marks[-2]
     corners = [(m.x, m.y) for m in grid.marks[:3]]
     assert (middle.x, middle.y) == pytest.approx(np.mean(corners, 0).tolist(), abs=1e-5)
     shot = subject.snapshots.get(4)
@@ -155,7 +160,7 @@ def test_a_plane_marks_clients_their_mean_and_others_where_they_are(runs):
     (averaged,) = subjects(runs, "wima")
     found = find("plane")([averaged], Options(points=2, rows=30))
     marks = panel(found, "round 4: test loss").marks
-    assert [m.name for m in marks][-3:] == ["mean:4", "score:4", "mean of the three"]
+    assert [m.name for m in marks][-4:-1] == ["mean:4", "score:4", "mean of the three"]
     named = Options(models=("client0:4", "client1:4", "client2:4"), points=3, rows=0)
     (told,) = [n for n in find("plane")([subject], named).notes if "their mean has" in n]
     scorer = build(BASE).evaluator
@@ -238,9 +243,13 @@ def test_runs_of_different_settings_are_not_draws_of_one_another(runs):
 def test_averaging_and_cka_show_every_round_or_run_they_speak_of(runs):
     both = subjects(runs, "fedavg", "wima")
     found = find("averaging")(both[:1], Options(rows=60, count=2))
-    assert [s.name for s in panel(found, "test error").series][::2] == [
-        "fedavg, round 2", "fedavg, round 4",
-    ]  # fmt: skip
+    names = ["fedavg, round 2", "fedavg, round 4"]
+    mean = panel(found, "averaged model").series
+    ensemble = panel(found, "ensemble of the same models").series
+    assert [s.name for s in mean] == [s.name for s in ensemble] == names
+    for one, other in zip(mean, ensemble, strict=True):  # one model is its own mean
+        assert one.y[0] == pytest.approx(other.y[0])
+    assert [one.y for one in mean] != [other.y for other in ensemble]
     gap = series(found, "Lemma 1", "fedavg, round 4")
     slope = (gap.y[0] - gap.y[-1]) / (gap.x[0] - gap.x[-1])
     assert 1.5 < slope < 2.5  # on log-log the gap falls by about two a decade
@@ -268,6 +277,57 @@ def test_lambdas_are_those_of_the_records(runs):
     assert any(np.isnan(line.y).any() for line in drawn)
 
 
+def test_a_fit_starts_at_the_sizes_and_ends_at_what_the_round_used(runs):
+    (subject,) = subjects(runs, "traced")
+    found = find("fit")([subject], Options())
+    record = subject.records[-1]
+    at = f"{subject.method}, round 4"
+    assert [s.name for s in panel(found, "gamma").series] == [
+        f"{subject.method}, round {round}" for round in (1, 3, 4)
+    ]
+    gamma = series(found, "gamma", at)
+    assert gamma.x == tuple(range(8)) and gamma.y[0] == 1
+    assert gamma.y[-1] == pytest.approx(record.notes["gamma"])
+    cohort = subject.data.cohort(4).tolist()
+    sizes = shares(subject.data.counts.sum(1)[cohort].double())
+    learnt = panel(found, f"lambda: {at}").series
+    assert [line.name for line in learnt] == [f"client {client}" for client in cohort]
+    assert [line.y[0] for line in learnt] == pytest.approx(sizes.tolist())
+    assert [line.y[-1] for line in learnt] == pytest.approx(record.notes["lambdas"])
+    groups = (frozenset({0, 3}), frozenset({77}))
+    (one,) = panel(find("fit")([subject], Options(groups=groups)), f"lambda: {at}").series
+    pair = [line.y[-1] for line in learnt if line.name in ("client 0", "client 3")]
+    assert one.name == "group 1" and one.y[-1] == pytest.approx(sum(pair) / 2)
+    for what in ("gamma", "lambda"):
+        left = series(found, "share of the way left", f"{at}, {what}").y
+        assert left[0] == 1 and left[-1] == 0
+    with pytest.raises(AnalysisError, match="trace=True"):
+        find("fit")(subjects(runs, "fedlaw"), Options())
+
+
+def test_the_gradient_of_a_round_is_that_of_all_rows_at_its_start(runs):
+    """For FedLAW the step is no plain mean; for both runs the numbers are those of the models."""
+    chosen = subjects(runs, "fedavg", "fedlaw")
+    found = find("gradient")(chosen, Options(rows=0))
+    for subject in chosen:
+        snapshot = subject.snapshots.get(4)
+        train = subject.data.train
+        start = snapshot.start.clone().requires_grad_()
+        loss = train.summed_loss(start, slice(0, len(train))) / len(train)
+        slope = torch.autograd.grad(loss, start)[0].double()
+        step = (snapshot.start - snapshot.sent).double()
+        wanted = float(slope @ step / slope.norm() / step.norm())
+        name = label(subject, chosen)
+        cosine = series(found, "cosine of step and steepest descent", name)
+        assert cosine.x == (2, 4) and cosine.y[-1] == pytest.approx(wanted, rel=1e-4)
+        drift = series(found, "last term of U_r", name).y[-1]
+        moved = (snapshot.models - snapshot.start).double()
+        assert drift == pytest.approx(float(moved.square().sum(1).mean()))
+        alike = series(found, "cosine of step and steepest descent", f"{name}, clients alike")
+        mean = -moved.mean(0)
+        assert alike.y[-1] == pytest.approx(float(slope @ mean / slope.norm() / mean.norm()), 1e-4)
+
+
 def test_lines_of_one_run_have_one_colour_and_a_style_each():
     def looks(*names):
         return _looks(Lines("", "round", "", tuple(Line(n, (1.0,), (1.0,)) for n in names)))
@@ -278,6 +338,21 @@ def test_lines_of_one_run_have_one_colour_and_a_style_each():
     assert a[0] == b[0] != c[0] == d[0] and a[1] == c[1] != b[1] == d[1]
     assert len({look for look in looks("fedlaw(lr=1, guard=0)", "fedavg", "x")}) == 3
     assert len({look for look in looks("x, head", "x, middle", "x, tail")}) == 3
+
+
+def test_the_ratio_of_divergences_is_that_of_the_records(runs):
+    (subject,) = subjects(runs, "fedcda")
+    found = find("selection")([subject])
+    ratio = series(found, "V of the picked over V of the newest", subject.method)
+    notes = [record.notes for record in subject.records]
+    wanted = [one["divergence"] / one["divergence_newest"] for one in notes]
+    assert ratio.y == pytest.approx(wanted) and min(ratio.y) < 1 == max(ratio.y)
+
+
+def test_names_of_marks_that_lie_close_do_not_cover_each_other():
+    marks = (Mark("a", 0.5, 0.5), Mark("b", 0.6, 0.52), Mark("c", 0.55, 0.5), Mark("d", 0.5, 0.9))
+    places = _name_places(Grid("", "", "", "", (0.0, 1.0), (0.0, 1.0), ((1.0,) * 2,) * 2, marks))
+    assert len(set(places[:3])) == 3 and places[3] == places[0]
 
 
 def test_the_two_pulls_have_the_ratio_that_fedlaw_recorded(runs):

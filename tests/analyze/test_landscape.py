@@ -3,6 +3,8 @@ import pytest
 import torch
 from torch import nn
 
+from fedbasin.analyze.fitting import settled, way_left
+from fedbasin.analyze.following import follow, full_gradient
 from fedbasin.analyze.hessian import hessian_product, slice_along, top_eigenvalues
 from fedbasin.analyze.landscape import line, plane, plane_axes
 from fedbasin.analyze.shrinking import histogram, pulls, rescale
@@ -225,3 +227,30 @@ def test_the_histogram_counts_every_parameter_once():
     assert found.near_zero == 0.5
     assert found.norm == pytest.approx(np.sqrt(4 + 1e-6 + 1.9**2))
     assert histogram(torch.tensor([1.0, 3.0]), bins=1, reach=2.0).share.tolist() == [0.5]
+
+
+def test_a_step_follows_the_gradient_as_well_as_its_best_length_allows():
+    ground = small_ground(rows_at_once=25)
+    model = normal(43)
+    whole = slice(0, len(ground))
+    (wanted,) = torch.autograd.functional.jacobian(
+        lambda v: ground.summed_loss(v, whole)[None] / 60, model
+    )
+    slope = full_gradient(ground, model)
+    torch.testing.assert_close(slope, wanted)
+    for step in (normal(43) - 3 * slope / slope.norm(), -0.01 * slope, 5 * slope, normal(43)):
+        found = follow(slope, step)
+        lengths = torch.linspace(0, float(slope.norm() / step.norm()), 10_001).double()
+        gaps = (slope + lengths[:, None] * step).square().sum(1) / slope.square().sum()
+        assert found.error == pytest.approx(float(gaps.min()), abs=1e-5)
+    assert follow(slope, -slope).cosine == pytest.approx(1)
+    assert follow(slope, slope) == pytest.approx((-1, 1))
+    assert all(np.isnan(follow(slope, 0 * slope)))
+
+
+def test_the_way_that_is_left_of_a_fit():
+    path = torch.tensor([[0.0, 4.0], [3.0, 3.0], [2.1, 2.0], [1.9, 2.0], [2.0, 2.0]]).double()
+    left = way_left(path)
+    assert left.tolist() == pytest.approx([1, 0.5, 0.025, 0.025, 0])
+    assert settled(left) == 2 and settled(left[2:]) == 0
+    assert way_left(path[[1, 0, 1]]).isnan().all() and settled(way_left(path[[1, 1]])) is None

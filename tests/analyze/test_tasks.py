@@ -41,7 +41,7 @@ YES_OR_NO = replace(
 )
 FOR_CLASSES = ("averaging", "cka", "collapse", "decomposition")
 FOR_LABELS = ("classes", "neurons", "pearson")
-FOR_ROWS = ("hessian", "line", "plane", "rescaling", "weights")
+FOR_ROWS = ("gradient", "hessian", "line", "plane", "rescaling", "weights")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_what_each_analysis_is_for():
     for need, names in needing.items():
         assert sorted(n for n, e in CATALOGUE.items() if need in e.needs) == sorted(names)
     free = {name for name, entry in CATALOGUE.items() if not entry.needs}
-    assert free == {"locality", "selection", "coherence", "shrinking", "curves", "lambdas"}
+    assert free == {"locality", "selection", "coherence", "shrinking", "curves", "lambdas", "fit"}
 
 
 @pytest.mark.parametrize("name", [*FOR_ROWS, "locality", "coherence", "shrinking", "curves"])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fedbasin as fb
+from fedbasin.api.progress import console_for_a_bar
 from fedbasin.core.catalogue import CATALOGUE
 from fedbasin.core.expressions import ExpressionError
 from fedbasin.core.record import RecordError
@@ -230,6 +231,22 @@ def test_resume_takes_the_same_objects_and_refuses_others_by_name(data, tmp_path
     assert same_models(whole.path, out)
 
 
+def test_a_finished_run_is_read_without_its_objects_and_refuses_others(data, tmp_path):
+    run = fb.run(data, tmp_path / "run", model=make_network, **ROUNDS)
+    for objects in ({}, {"data": data}, {"model": make_network}):
+        assert fb.resume(run.path, **objects)["rounds"] == 2
+    with pytest.raises(RecordError, match="was begun on other data"):
+        fb.resume(run.path, data=fb.data.from_arrays(*table(seed=1)[:2]))
+
+    def wider(shape, outputs):
+        return nn.Linear(shape[0], outputs)
+
+    with pytest.raises(RecordError, match=r"begun with the network .*make_network.*wider"):
+        fb.resume(run.path, model=wider)
+    with pytest.raises(RecordError, match=r"trained with another network than .*wider"):
+        fb.predict(run.path, table()[0][:3], model=wider)
+
+
 def test_a_run_that_is_ended_early_has_a_summary_and_a_model(data, tmp_path):
     run = fb.run(
         data, tmp_path / "run", model=make_network, rounds=9, on_round=lambda r: r.round == 2
@@ -346,6 +363,25 @@ def test_a_comparison_shows_itself(comparison, tmp_path):
     page = comparison._repr_html_()
     assert "<table>" in page and "data:image/png" in page and comparison.verdict[:20] in page
     assert comparison.report(tmp_path / "report.html").read_text().startswith("<!")
+
+
+def test_a_comparison_is_text_in_a_notebook_too(comparison, monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a kernel sets it
+    shown = repr(comparison)
+    assert "│ fedavg" in shown and "\x1b" not in shown and shown.endswith(str(comparison.path))
+
+
+def test_the_bar_of_a_notebook_needs_ipywidgets(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setitem(sys.modules, "ipykernel", pytest)
+    monkeypatch.setattr("fedbasin.api.progress.find_spec", lambda name: "found")
+    assert console_for_a_bar().is_jupyter
+    monkeypatch.setattr("fedbasin.api.progress.find_spec", lambda name: None)
+    plain = console_for_a_bar()
+    assert not plain.is_jupyter
+    assert not plain.is_terminal  # a notebook does not understand codes that move a cursor
 
 
 def test_the_best_run_is_of_the_method_with_the_best_mean(comparison):

@@ -251,7 +251,7 @@ def test_a_comparison_that_is_stopped_says_how_to_go_on_with_all_of_it(
     def stopped(*_, **__):
         raise stop
 
-    monkeypatch.setattr("fedbasin.experiment.runs.run_cells", stopped)
+    monkeypatch.setattr("fedbasin.experiment.comparison.run_cells", stopped)
     out = tmp_path / "r"
     arguments = ["compare", "fedavg", "scaffold", "--preset", "demo", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["fedbasin", *arguments])
@@ -343,7 +343,8 @@ def test_a_run_logs_where_it_is_told(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr("fedbasin.sinks.find_spec", lambda package: "there")
     monkeypatch.setattr(
-        "fedbasin.experiment.runs.run_cells", lambda *_, log, **__: seen.append(log) or [SUMMARY]
+        "fedbasin.experiment.comparison.run_cells",
+        lambda *_, log, **__: seen.append(log) or [SUMMARY],
     )
     out = ("--out", str(tmp_path / "r"))
     for asked in (

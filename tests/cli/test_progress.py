@@ -9,8 +9,8 @@ from rich.progress import TimeRemainingColumn
 
 from fedbasin.api import progress as display
 from fedbasin.core.record import RoundRecord
+from fedbasin.experiment.comparison import Cell
 from fedbasin.experiment.config import Experiment
-from fedbasin.experiment.runs import Cell
 
 
 class Ticks:

@@ -151,10 +151,11 @@ def test_a_batch_without_an_event_has_no_loss_and_no_slope():
 @pytest.mark.parametrize(
     ("task", "targets", "said"),
     [
-        ("classification", Targets(0, 1, False), "'regression'"),
+        ("classification", Targets(0, 1, False), "'regression', or make the data with classes=Tr"),
         ("classification", Targets(0, 3, True), "'multilabel'"),
         ("binary", Targets(3), "'classification'"),
-        ("binary", Targets(0, 1, False), "'regression'"),
+        ("binary", Targets(0, 1, False), "'regression', or make the data with classes=True"),
+        ("regression", Targets(3, 1, True), "'classification', or make the data with classes=Fa"),
         ("survival", Targets(2), "time and event"),
         ("multilabel", Targets(2), "'classification'"),
         ("tokens(vocabulary=9)", Targets(0, 3, False), "whole numbers"),

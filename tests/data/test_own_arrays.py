@@ -137,3 +137,13 @@ def test_a_torch_dataset():
         from_torch(ragged)
     with pytest.raises(DataError, match="expected a pair"):
         from_torch([torch.ones(2)])
+
+
+def test_a_dataset_shows_its_facts_and_not_its_arrays():
+    rng = np.random.default_rng(0)
+    made = from_arrays(rng.normal(size=(50, 3)), np.arange(50) % 2, clients=np.arange(50) % 5)
+    assert repr(made) == (
+        f"<table {made.name}: 40 rows to train on, 10 to score, float32 [3] each, 2 classes, "
+        "5 clients>"
+    )
+    assert "targets without classes" in repr(from_arrays(rng.normal(size=(50, 3)), rng.random(50)))

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
 from deploy.grids import LocalGrid, app_for, strategy_for
-from flwr.app import ArrayRecord, Error, Message
+from deploy.test_secure import batches_of_the_simulator
+from flwr.app import Array, ArrayRecord, Error, Message
 
 from fedbasin.core.expressions import parse
 from fedbasin.deploy import Guard, Secure
@@ -134,6 +135,47 @@ def test_what_others_send_does_not_decide_about_a_reply():
     assert counts == [6, 5]
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_server_clips_what_a_client_did_not(adaptive):
+    """One client sends an update of length 50: it moves the model no further than the clip."""
+    clip = 0.05
+    source = f"dp({UNIFORM}, clip={clip}, noise=0.0, adaptive={adaptive})"
+    method = parse(source, "method")
+    federation = toy_federation(method, rounds=1, participation=EVERYONE)
+    first = federation.net.initial()[0]
+    draws = np.random.default_rng(0)
+    far = draws.normal(size=first.numel())
+    far *= 50 / np.linalg.norm(far)
+    sent = {}
+
+    def forge(client, reply):
+        record = reply.content["arrays"]
+        names = list(record)
+        if client == 0:
+            place = 0
+            for name in names:
+                values = record[name].numpy()
+                record[name] = Array(
+                    values + far[place : place + values.size].reshape(values.shape)
+                )
+                place += values.size
+        sent[client] = np.concatenate([record[name].numpy().ravel() for name in names])
+        return [reply]
+
+    grid = LocalGrid(app_for(federation), 6, tamper=forge)
+    strategy = strategy_for(federation, method)
+    strategy.start(
+        grid, ArrayRecord(federation.net.state_dict(*federation.net.initial())), 1, timeout=5
+    )
+    updates = np.stack([sent[client] for client in range(6)]) - first.numpy()
+    lengths = np.linalg.norm(updates, axis=1)
+    assert lengths[0] > 40 and lengths[1:].max() < clip * (1 + 1e-9)
+    expected = (updates * np.minimum(1, clip / lengths)[:, None]).sum(0) / 6
+    moved = (strategy._server.send - first).numpy()
+    np.testing.assert_allclose(moved, expected, rtol=1e-9, atol=1e-12)
+    assert strategy._record.replies == 6
+
+
 def test_local_noise_does_not_follow_from_the_seed():
     """The server knows the seed; two runs of it must not give one client's noise twice."""
     source = "fedavg(weighting='uniform', local=local_dp(clip=1e-6, noise=1e6))"
@@ -158,7 +200,8 @@ def test_clients_noise_runs_under_secure_aggregation():
     assert 0.6 < moved.std() < 1.5
 
 
-def test_under_secure_aggregation_it_gives_the_simulators_model():
+def test_under_secure_aggregation_it_gives_the_simulators_model(monkeypatch):
+    batches_of_the_simulator(monkeypatch)
     source = f"fedavgm(dp({UNIFORM}, clip=0.2, noise=0.0, noise_by='clients'))"
     strategy, _ = run(source, secure=replace(SECURE, clip=1.0))
     federation = toy_federation(parse(source, "method"), rounds=2, participation=EVERYONE)

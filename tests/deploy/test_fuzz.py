@@ -10,6 +10,7 @@ number. In the normal suite every method has one case. A long run:
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.protocols import needs_gradients
 from fedbasin.core.rng import Key
 from fedbasin.core.tree import tensors
+from fedbasin.deploy import ServerSide
 from fedbasin.deploy.wire import LARGEST, SKELETON
 from fedbasin.testing import toy_federation
 
@@ -37,6 +39,10 @@ CULPRIT = 2
 CLIENTS = 6
 ROUNDS = 2
 METHODS = sorted(c.name for c in cards("method") if c.make.__module__.startswith("fedbasin."))
+PRIVATE = "fedwcm(momentum='scores')"  # with class counts that only their sum shows
+if importlib.util.find_spec("tenseal"):
+    METHODS.append(PRIVATE)
+WITHOUT_NOISE = {"dp": "dp(noise=0.0)"}  # the noise is new in every run
 FIRST = int(os.environ.get("FEDBASIN_FUZZ_FROM", "0"))
 CASES = int(os.environ.get("FEDBASIN_FUZZ", str(len(METHODS))))
 BLOCK = 12  # cases in one test
@@ -121,14 +127,45 @@ def change_numbers(record, draws):
 
 
 def change_texts(record, draws):
-    text = record.get(SKELETON)
-    if isinstance(text, str) and draws.random() < 0.5:
-        place = draws.integers(len(text))
-        record[SKELETON] = text[:place] + chr(draws.integers(32, 1000)) + text[place + 1 :]
-    else:
-        name = list(record)[draws.integers(len(record))]
+    name = list(record)[draws.integers(len(record))]
+    value = record[SKELETON] if SKELETON in record else record[name]
+    if draws.random() < 0.5:
         others = [*TEXTS, b"", b"\xff" * 9, True, 7, 1e308, [], ["a"], [1]]
         record[name] = others[draws.integers(len(others))]
+    elif SKELETON in record and isinstance(value, str):
+        place = draws.integers(len(value))
+        record[SKELETON] = value[:place] + chr(draws.integers(32, 1000)) + value[place + 1 :]
+    elif isinstance(value, bytes) and value:
+        record[name] = changed_bytes(value, draws)
+    elif isinstance(value, list) and value:
+        record[name] = changed_list(value, draws)
+    else:
+        record[name] = NUMBERS[draws.integers(len(NUMBERS))]
+
+
+def changed_bytes(value, draws):
+    """Return other bytes: some changed, cut off, or more of them."""
+    data = bytearray(value)
+    kind = draws.integers(3)
+    if kind == 0:
+        for _ in range(draws.integers(1, 9)):
+            data[draws.integers(len(data))] = draws.integers(256)
+    elif kind == 1:
+        data = data[: draws.integers(len(data))]
+    else:
+        data += bytes(int(draws.integers(1, 1 << 19)))
+    return bytes(data)
+
+
+def changed_list(value, draws):
+    """Return a list of other numbers, or of fewer or more."""
+    kind = draws.integers(3)
+    if kind == 0:
+        return value[1:]
+    if kind == 1:
+        return value + value
+    whole = [n for n in NUMBERS if isinstance(n, int)]
+    return [whole[draws.integers(len(whole))], *value[1:]]
 
 
 def change_records(content, draws):
@@ -201,13 +238,22 @@ class Fuzz:
             return [reply]
         metrics = reply.content.get("metrics", {})
         kind = "who" if "num-partitions" in metrics else "evaluate"
+        if "config" in reply.content:
+            kind = "private"
         return self.forged(reply, "gradient" if "shape" in reply.content else kind)
 
     def forged(self, reply, kind):
         if kind != self.kind:
             return [reply]
+        if kind == "private" and self.question() not in reply.content["config"]:
+            return [reply]
         arrived = mutated(reply, Key(self.case).fold("fuzz").numpy())
         return [over_the_wire(r) for r in arrived]
+
+    def question(self):
+        """Which of the questions about private counts is answered otherwise."""
+        keys = ("counts", "counts", "score", "public", "total")
+        return keys[Key(self.case).fold("question").numpy().integers(len(keys))]
 
 
 class Lines(logging.Handler):
@@ -236,12 +282,22 @@ def without_culprit(expression):
 def check(case):
     draws = Key(case).fold("case").numpy()
     expression = METHODS[case % len(METHODS)]
-    fuzz = Fuzz(case, KINDS[draws.integers(len(KINDS))])
+    expression = WITHOUT_NOISE.get(expression, expression)
+    private = expression == PRIVATE
+    fuzz = Fuzz(case, "private" if private else KINDS[draws.integers(len(KINDS))])
     federation = federation_of(parse(expression, "method"))
     evaluates = 1.0 if fuzz.kind == "evaluate" else 0.0
+    settings = {"server": ServerSide.of(federation, counts="private")} if private else {}
     strategy = strategy_for(
-        federation, federation.method, fraction_evaluate=evaluates, patience=0.3
+        federation, federation.method, fraction_evaluate=evaluates, patience=0.3, **settings
     )
+    append, refusals = strategy.journal.append, []
+
+    def noted(record, server, audited, **more):
+        refusals.extend(audited.refused)
+        return append(record, server, audited, **more)
+
+    strategy.journal.append = noted
     grid = LocalGrid(
         app_for(federation), CLIENTS, fuzz.trained, misstate=fuzz.answered, carry=lambda m: m
     )
@@ -267,7 +323,12 @@ def check(case):
     others = [why for why in strategy.journal.refused if not why.startswith(f"client {CULPRIT}")]
     node = next(n for n in grid.contexts if grid.client(n) == CULPRIT)
     others = [why for why in others if not why.startswith(f"node {node}")]
+    others += [each for each in refusals if each.client != CULPRIT and each.node != node]
     assert not others, (what, others)
+    if private:
+        counts = strategy._context.private_counts
+        assert counts.scores.abs().max() <= 1 + 1e-6 and counts.total.min() >= 0, what
+        assert 0 < counts.total.sum() <= counts.rows.sum(), what
     left_out = [r for r in records if r.replies < CLIENTS]
     named = [li for li in lines.lines if f"client {CULPRIT}" in li or str(node) in li]
     assert not left_out or named, (what, lines.lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context, Plan, ReplyError
 from fedbasin.core.rng import root
 from fedbasin.core.round import Returned, RoundSetup, Scoring, Server, Traffic, one_round
-from fedbasin.deploy import private
 from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.replies import Collected, Guard
@@ -266,18 +264,3 @@ def test_a_far_update_brings_no_statistics_and_no_loss(action):
     assert named == [7]
     torch.testing.assert_close(after.buffers, torch.tensor([2.5, 2.5, 3.5, 3.5]))
     assert record.train_loss == pytest.approx(1.75)
-
-
-@pytest.mark.parametrize("opened", [None, 7, [3], [3, 2.5], [3, "2"], [3, None]], ids=str)
-def test_an_opened_sum_of_class_counts_must_be_whole_numbers(monkeypatch, opened):
-    answers = {"public": b"key", "counts": b"secret", "total": opened}
-    monkeypatch.setattr(private, "add_counts", lambda *_: b"sum")
-    monkeypatch.setattr(private, "_ask", lambda _, nodes, __: dict.fromkeys(nodes, answers))
-    nodes = {0: 10, 1: 11, 2: 12}
-    clients = SimpleNamespace(
-        total=3, rows=lambda: 5, wait=lambda *_, **__: nodes, examples=lambda client: 1
-    )
-    with pytest.raises(Refused, match="opened the sum of 2 classes"):
-        private.gather(clients, root(0), 2)
-    answers["total"] = [3, 2]
-    assert private.gather(clients, root(0), 2) == [3, 2]

@@ -210,6 +210,25 @@ def test_any_flower_client_may_keep_its_loss_to_itself():
 
     strategy = run(tamper=tamper)
     assert not strategy.journal.refused and [r.replies for r in strategy.journal.records] == [6, 6]
+    assert all(np.isnan(r.train_loss) for r in strategy.journal.records)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_without_a_loss_does_not_hide_the_others(streamed):
+    told = []
+
+    def tamper(client, reply):
+        metrics = reply.content["metrics"]
+        if client == CULPRIT:
+            del metrics["train_loss"]
+        elif metrics["server-round"] == 1:
+            told.append((metrics["num-examples"], metrics["train_loss"]))
+        return [reply]
+
+    records = run(tamper=tamper, stream=streamed).journal.records
+    rows, losses = np.array(told).T
+    assert records[0].train_loss == pytest.approx(rows @ losses / rows.sum(), rel=1e-9)
+    assert [r.replies for r in records] == [6, 6]
 
 
 def test_empty_text_in_a_reply_is_no_reason_to_stop():

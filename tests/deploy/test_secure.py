@@ -19,7 +19,7 @@ from deploy.grids import LocalGrid, app_for, strategy_for
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 import fedbasin.methods  # noqa: F401  (fills the catalogue)
-from fedbasin.core.catalogue import cards
+from fedbasin.core.catalogue import cards, needs_of
 from fedbasin.core.expressions import parse
 from fedbasin.core.protocols import NeedsGradients
 from fedbasin.core.tree import flatten
@@ -32,8 +32,10 @@ from fedbasin.deploy import (
     ServerSide,
     app_of,
 )
+from fedbasin.deploy import client as client_side
 from fedbasin.deploy.clients import ASK, TooFewNodes
 from fedbasin.deploy.secure.client import KEYS, SHARES, STAGES, UNMASK
+from fedbasin.local.private_counts import make_keys
 from fedbasin.methods import FedAvg
 from fedbasin.testing import toy_federation
 
@@ -87,6 +89,21 @@ class Losing(LocalGrid):
                 arrived = [self.spoil(stage, client, reply) for reply in arrived]
             self._inbox[message.metadata.message_id] = arrived
         return ids
+
+
+def batches_of_the_simulator(monkeypatch):
+    """Let a run's first start train on the simulator's batches, so that models can be compared."""
+    real = client_side._session_key
+
+    def session_key(session, key, round, config):
+        return key if session.attempt == 1 else real(session, key, round, config)
+
+    monkeypatch.setattr(client_side, "_session_key", session_key)
+
+
+@pytest.fixture(autouse=True)
+def same_batches(monkeypatch):
+    batches_of_the_simulator(monkeypatch)
 
 
 def run(expression="fedavg", secure=None, rounds=1, who=EVERYONE, lost=None, **settings):
@@ -340,6 +357,40 @@ def test_no_single_clients_rows_or_losses_reach_the_server():
     assert strategy._context.examples == 0
 
 
+def test_class_counts_reach_the_server_as_their_sum():
+    """No method that streams needs counts itself; the rule `logit_adjusted` around one does."""
+    assert not any("class_counts" in needs_of(parse(name, "method")) for name in streaming())
+    pytest.importorskip("tenseal", reason="needs the extra fedbasin[he]")
+    source = "fedavgm(fedavg(local=logit_adjusted(tau=1.5)))"
+    *_, (simulated_server, _) = simulated(source, rounds=2)
+    strategy, grid, arrays = careful_grid({}, source=source, secure=FINE, counts="private")
+    answers = []
+
+    def spoil(stage, client, reply):
+        answers.append((stage, client, reply.content))
+        return reply
+
+    grid.spoil = spoil
+    strategy.start(grid, arrays, num_rounds=2, timeout=5)
+    torch.testing.assert_close(strategy._server.send, simulated_server.send, rtol=1e-4, atol=2e-5)
+    assert strategy._context.class_counts is None
+    assert strategy._context.private_counts.scores.numel() == 0
+    told = {stage for stage, *_ in answers}
+    assert told == {"who", "keys", "encrypt", "decrypt", "train", *STAGES}
+    (total,) = [c["config"]["total"] for stage, _, c in answers if stage == "decrypt"]
+    federation = toy_federation(parse("fedavg", "method"))
+    assert total == federation.context.class_counts.sum(0).tolist()
+    for stage, client, content in answers:
+        if stage == "who":
+            assert dict(content["metrics"]) == {
+                "partition-id": client,
+                "num-partitions": 6,
+                "num-examples": 1,
+            }
+        if stage == "encrypt":
+            assert [type(value) for value in content["config"].values()] == [bytes]
+
+
 def test_masked_replies_are_new_in_every_run():
     def once():
         sent = {}
@@ -356,6 +407,15 @@ def test_masked_replies_are_new_in_every_run():
     second, again = once()
     assert torch.equal(model, again)
     assert all((first[c] == second[c]).mean() < 0.1 for c in range(6))
+
+
+def test_runs_of_one_seed_train_on_other_batches(monkeypatch):
+    """Or sums over the same clients but one would differ by that client's update."""
+    *_, (alike, _) = simulated("fedavg")
+    monkeypatch.undo()
+    models = [run("fedavg", FINE)[0]._server.send for _ in range(2)] + [alike.send]
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert (models[a] - models[b]).abs().max() > 1e-5
 
 
 def test_a_resumed_run_starts_a_new_attempt_with_new_batches(tmp_path):
@@ -405,12 +465,8 @@ REFUSED = [
     ("fedavg", dict(handling=Handling(stream=False)), "leave stream out"),
     ("fedavg", dict(fraction_evaluate=0.5), "clients that evaluate would show"),
     ("fedavg", dict(secure=Secure(clip=1.0)), "give Secure"),
-    ("fedavg(local=logit_adjusted)", {}, "needs the clients' class counts"),
-    (
-        "fedavg(local=logit_adjusted)",
-        dict(server=ServerSide(counts="private")),
-        "needs the clients' class counts",
-    ),
+    ("fedavg(local=logit_adjusted)", {}, "needs the clients' class counts: give server="),
+    ("fedwcm", dict(server=ServerSide(counts="private")), "looks at single replies"),
     ("dp(fedavg(weighting='uniform'))", {}, "noise_by='clients'"),
 ]
 
@@ -427,12 +483,13 @@ def test_too_many_clients_for_the_words_are_refused():
         run("fedavg", replace(FINE, bits=31))
 
 
-def careful_grid(secure_strategy):
+def careful_grid(secure_strategy, source="fedavg", counts="plain", **more):
     """Clients that send nothing in plain."""
-    federation = toy_federation(parse("fedavg", "method"), rounds=1, participation=EVERYONE)
+    federation = toy_federation(parse(source, "method"), rounds=2, participation=EVERYONE)
     app = app_of(lambda context: ClientSetup.of(federation, context, secure=4))
     grid = Losing(app, 6)
-    strategy = strategy_for(federation, federation.method, **secure_strategy)
+    server = ServerSide.of(federation, counts=counts)
+    strategy = strategy_for(federation, federation.method, server=server, **secure_strategy, **more)
     arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
     return strategy, grid, arrays
 
@@ -451,12 +508,34 @@ def test_a_client_may_insist_on_secure_aggregation(caplog):
         ("evaluate", {}, "scores"),
         ("query", {ASK: "gradient"}, "gradient"),
         ("query", {ASK: "who", "class-counts": True}, "class counts"),
+        ("query", {ASK: "score", "total": [9, 9, 9]}, "score of its class counts"),
     ):
         content = {"arrays": arrays, "config": ConfigRecord(config)}
         message = Message(RecordDict(content), node, kind)
         grid.push_messages([message])
         (reply,) = grid.pull_messages([message.metadata.message_id])
         assert reply.has_error() and f"sends no {what}" in reply.error.reason
+
+
+@pytest.mark.parametrize(
+    ("clients", "why"),
+    [({}, "clients is None, expected a finite number"), ({"clients": 3}, "over 3 clients")],
+)
+def test_a_client_may_insist_on_the_sum_of_many_class_counts(clients, why):
+    pytest.importorskip("tenseal", reason="needs the extra fedbasin[he]")
+    _, grid, _ = careful_grid(dict(secure=FINE))
+    node = next(iter(grid.contexts))
+    config = {ASK: "encrypt", "public": make_keys().public}
+
+    def asked(**more):
+        content = RecordDict({"config": ConfigRecord(config | more)})
+        message = Message(content, node, "query")
+        grid.push_messages([message])
+        (reply,) = grid.pull_messages([message.metadata.message_id])
+        return reply
+
+    assert why in asked(**clients).error.reason
+    assert not asked(clients=4).has_error()
 
 
 def test_a_node_insists_by_its_own_configuration():

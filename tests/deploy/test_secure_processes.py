@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from deploy.test_secure import Losing
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbasin.core.record import RunFolder
-from fedbasin.deploy import FedbasinStrategy, Secure
+from fedbasin.core.state import read
+from fedbasin.deploy import FedbasinStrategy, Secure, resume
 from fedbasin.deploy.secure.client import KEYS, SHARES, UNMASK
 
 pytestmark = pytest.mark.timeout(1800)
@@ -29,8 +31,12 @@ NODES = 4
 STAGES = (KEYS, SHARES, "train", UNMASK)  # where node 3 is killed, one stage a round
 
 
-def in_process(lost):
-    """The same rounds on a grid inside this process, where client 3 is lost in the same stages."""
+def in_process(lost, name, monkeypatch):
+    """The same rounds on a grid inside this process, where client 3 is lost in the same stages.
+
+    It has the name of the real run, and with it the same batches.
+    """
+    monkeypatch.setattr(resume, "secrets", SimpleNamespace(token_hex=lambda size: name))
     sys.path.insert(0, str(LEAN))
     try:
         from lean.client_app import app, model
@@ -48,7 +54,7 @@ def in_process(lost):
     return strategy.journal.records, result.arrays.to_torch_state_dict()
 
 
-def test_a_node_is_killed_in_each_stage(tmp_path):
+def test_a_node_is_killed_in_each_stage(tmp_path, monkeypatch):
     run = RunFolder(tmp_path / "run")
     settings = {
         "folder": str(run.path),
@@ -69,7 +75,7 @@ def test_a_node_is_killed_in_each_stage(tmp_path):
         summary = finished(run, process, nodes)
         log = nodes.log("run")
     lost = {(n, stage): [3] for n, stage in enumerate(STAGES, 1)}
-    expected, model = in_process(lost)
+    expected, model = in_process(lost, read(run.checkpoint)["name"], monkeypatch)
     found = rounds(run)
     assert summary["status"] == "finished"
     assert [r.replies for r in found] == [r.replies for r in expected] == [3, 3, 3, 4]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from deploy.parties import SESSION, Parties, asking
 from flwr.app import ConfigRecord
 
+from fedbasin.core.vectors import Layout
 from fedbasin.deploy.secure import Secure, keys
 from fedbasin.deploy.secure.attempts import next_attempt
 from fedbasin.deploy.secure.client import KEYS, SHARES, UNMASK, SecureClient
@@ -24,6 +26,7 @@ from fedbasin.deploy.secure.masks import Mask, add_masks
 from fedbasin.deploy.secure.quantise import NUMBERS, Numbers, Sums, quantise, restore, rounding
 from fedbasin.deploy.secure.server import RoundFailed, ServerProtocol, rings
 from fedbasin.deploy.secure.settings import Session
+from fedbasin.deploy.secure.update import collected_of
 from fedbasin.deploy.wire import Refused
 
 FUZZ = int(os.environ.get("FEDBASIN_FUZZ", "300"))  # malformed messages; 10000 takes minutes
@@ -86,6 +89,7 @@ def test_rings_are_regular_and_symmetric():
     for client, ring in near.items():
         assert len(ring) == 7 and client in ring and ring == sorted(ring)
         assert all(client in near[other] for other in ring)
+    assert rings(range(20), 6) != near  # nobody can foresee who holds whose shares
     assert rings([4, 2, 9], 0) == {c: [2, 4, 9] for c in (4, 2, 9)}
     assert rings([4, 2, 9], 2) == {c: [2, 4, 9] for c in (4, 2, 9)}
 
@@ -128,18 +132,42 @@ def test_masks_are_streams_of_aes_256_in_counter_mode():
         assert (total == 7).all() and (other == 9).all()
 
 
-def test_keys_differ_by_run_round_attempt_purpose_and_clients():
-    infos = {SESSION.info("mask", 1, 2)}
-    for other in (
-        replace(SESSION, run="ab13"),
-        replace(SESSION, round=2),
-        replace(SESSION, attempt=2),
-    ):
-        infos.add(other.info("mask", 1, 2))
-    infos |= {SESSION.info("shares", 1, 2), SESSION.info("mask", 1, 3), SESSION.info("mask", 12)}
-    assert len(infos) == 7
+def test_keys_differ_by_session_purpose_and_clients():
+    changed = dict(run="ab13", round=2, attempt=2, threshold=4, clients=5, bits=23)
+    changed |= dict(clip=1.5, rows=99, statistics=0.5, weighting="uniform")
+    assert set(changed) == set(SESSION.record())
+    infos = {
+        replace(SESSION, **{name: value}).info("mask", 1, 2) for name, value in changed.items()
+    }
+    infos |= {SESSION.info("mask", *clients) for clients in ((1, 2), (1, 3), (12,))}
+    infos.add(SESSION.info("shares", 1, 2))
+    assert len(infos) == len(changed) + 4
     secret = bytes(32)
-    assert len({keys.derived_key(secret, info) for info in infos}) == 7
+    assert len({keys.derived_key(secret, info) for info in infos}) == len(changed) + 4
+
+
+def test_clients_that_were_told_other_sessions_take_no_part():
+    """A server that tells one client a lower threshold gets nothing from the others."""
+    parties = Parties(5, 3)
+    server = parties.server
+    told = {client: replace(SESSION, clients=5) for client in range(5)}
+    told[2] = replace(told[2], bits=20)
+    refused = []
+    for client in range(5):
+        parties.session = told[client]
+        server.take_keys(client, parties.ask(client, KEYS))
+    server.close_keys()
+    for client in range(5):
+        parties.session = told[client]
+        server.take_shares(client, parties.ask(client, SHARES, server.keys_for(client)))
+    server.close_shares()
+    for client in range(5):
+        parties.session = told[client]
+        try:
+            parties.masked_reply(client)
+        except Refused as reason:
+            refused.append(str(reason))
+    assert len(refused) == 5 and all("a sealed message cannot be opened" in r for r in refused)
 
 
 @given(
@@ -209,6 +237,16 @@ def test_a_sum_beyond_what_updates_can_give_is_refused():
         facts |= dict(steps=1, lr_sum=1, length=1, last_loss=1, mean_loss=1)
         with pytest.raises(Refused, match=f"the sum of {name}"):
             Sums.of(Numbers(**(facts | {name: -1})).words(SESSION), 1, SESSION)
+
+
+def test_rounding_makes_no_variance_negative():
+    session = replace(SESSION, bits=2, statistics=1.0, weighting="uniform")
+    sums = Sums.of(Numbers(100, 1, 0, 0, 0, 1, 1, 1, 1, 1).words(session), 1, session)
+    words = np.array([0, -1, -1]).astype(np.int64).astype(np.uint32)  # 1 + 2 entries, 2 bits each
+    layout = Layout(("norm.running_mean", "norm.running_var"), ((1,), (1,)))
+    before = torch.tensor([0.25, 0.25])
+    found = collected_of(session, words, sums, [0], torch.zeros(1), before, layout)
+    assert found.statistics.tolist() == [[-0.75, 0.0]]
 
 
 def test_secrets_are_erased_as_soon_as_they_have_served():

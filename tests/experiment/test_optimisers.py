@@ -12,8 +12,8 @@ from fedbasin.core.catalogue import CATALOGUE
 from fedbasin.core.state import read
 from fedbasin.experiment import ConfigError, build, from_mapping
 from fedbasin.experiment.checks import check_needs
+from fedbasin.experiment.comparison import cells
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
-from fedbasin.experiment.runs import cells
 from fedbasin.experiment.training import optimiser_of
 from fedbasin.local import SGD, Adam, AdamW
 from fedbasin.papers.grid import fingerprint

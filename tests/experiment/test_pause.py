@@ -7,8 +7,8 @@ import pytest
 from fedbasin.core.record import RunFolder
 from fedbasin.core.state import read
 from fedbasin.experiment import Experiment, run
+from fedbasin.experiment.comparison import Cell, run_cell
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
-from fedbasin.experiment.runs import Cell, run_cell
 from fedbasin.methods import FedAvg
 
 SMALL = Experiment(

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+import fedbasin as fb
 from fedbasin.core.method import Sampling
 from fedbasin.experiment import from_mapping, run
-from fedbasin.experiment.privacy import calibrated
+from fedbasin.experiment.privacy import calibrated, calibrated_methods
 from fedbasin.methods.parts import accounting
 
 needs_accountant = pytest.mark.skipif(
@@ -70,3 +71,29 @@ def test_what_makes_no_sense_is_refused_with_the_setting():
 def test_delta_alone_keeps_the_noise():
     made = calibrated(experiment(f"dp({UNIFORM}, noise=0.7)"), None, 1e-4)
     assert "noise=0.7" in made.method and "delta=0.0001" in made.method
+
+
+@needs_accountant
+def test_every_private_method_of_a_comparison_gets_its_noise(tmp_path):
+    base = experiment("fedavg")
+    plain = f"dp({UNIFORM}, clip=0.5)"
+    secret = f"ima(dp({UNIFORM}, noise_by='clients'))"
+    found = fb.compare(base, ["fedavg", plain, secret], (0,), tmp_path, epsilon=2.0, delta=1e-3)
+    for result, source in zip(found, ("fedavg", plain, secret), strict=True):
+        alone = source
+        if "dp" in source:
+            alone = calibrated(replace(base, method=source), 2.0, 1e-3).method
+        assert result.summary["method"] == fb.text(fb.parse(alone, "method"))
+    assert found[1].records[-1].notes["epsilon"] == pytest.approx(2.0, rel=2e-3)
+
+
+@needs_accountant
+def test_one_run_from_python_costs_what_was_asked_for(tmp_path):
+    found = fb.run(experiment(), tmp_path / "run", epsilon=2.0, delta=1e-3)
+    assert found.records[-1].notes["epsilon"] == pytest.approx(2.0, rel=2e-3)
+
+
+def test_a_comparison_without_private_methods_has_no_epsilon():
+    with pytest.raises(ValueError, match="none of the methods adds noise"):
+        calibrated_methods(experiment(), ["fedavg", "median"], 8.0, None)
+    assert calibrated_methods(experiment(), ["fedavg"], None, None) == ["fedavg"]

@@ -14,10 +14,12 @@ from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.state import StateError, read
 from fedbasin.data import load
 from fedbasin.experiment import ConfigError, Experiment, build, compare, resume, run
+from fedbasin.experiment.comparison import slug
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
 from fedbasin.experiment.executors import pick_device
+from fedbasin.experiment.facts import commit_of
 from fedbasin.experiment.rows import cut_rows
-from fedbasin.experiment.runs import Branch, _refuse_edited, commit_of, slug
+from fedbasin.experiment.runs import Branch, _refuse_edited
 from fedbasin.methods import FedAvg
 from fedbasin.sim.provenance import identity
 

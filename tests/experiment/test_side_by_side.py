@@ -18,9 +18,9 @@ from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.experiment import Experiment, child_process, compare, pool, resume, run, runs
 from fedbasin.experiment.child_process import _OnceFilter, warn_once
+from fedbasin.experiment.comparison import Cell, cells, run_cells
 from fedbasin.experiment.config import PartitionConfig, SimConfig
 from fedbasin.experiment.pool import _WorkerProcess, outcomes
-from fedbasin.experiment.runs import Cell, cells, run_cells
 from fedbasin.sim.runner import Interrupted
 
 SMALL = Experiment(

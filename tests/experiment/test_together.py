@@ -18,10 +18,10 @@ from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import text
 from fedbasin.core.lock import alone_in
 from fedbasin.core.record import RunFolder
-from fedbasin.experiment import Experiment, compare, from_mapping, resume
+from fedbasin.experiment import Experiment, build, compare, from_mapping, resume
+from fedbasin.experiment.comparison import cells, run_cells
 from fedbasin.experiment.config import ConfigError, LocalConfig, SimConfig
 from fedbasin.experiment.one_copy import one_copy
-from fedbasin.experiment.runs import build, cells, run_cells
 from fedbasin.sim import batch
 from fedbasin.sim.batch import joins, train_alike
 from fedbasin.sim.cohort import CohortExecutor
@@ -223,7 +223,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from test_together import base
 from dataclasses import replace
-from fedbasin.experiment.runs import cells, run_cells
+from fedbasin.experiment.comparison import cells, run_cells
 run_cells(cells(replace(base(), rounds=30), ["fedavg", "fedavgm"], [0, 1], Path(sys.argv[2])))
 """
 

@@ -88,6 +88,18 @@ def test_the_server_never_holds_a_secret_key(keys, message, tenseal):
         he.decrypt_counts(keys.public, added, 3, 24)
 
 
+def test_where_nobody_knows_the_rows_every_client_bounds_its_own(keys):
+    most = he.MOST // 3
+    messages = [he.encrypt_share(keys.public, [most, 1], 3) for _ in range(3)]
+    added = he.add_counts(keys.public, messages, 2)
+    assert he.decrypt_counts(keys.secret, added, 2, 0) == [3 * most, 3]
+    with pytest.raises(PrivateCountsError, match=f"the most of a class is {most} for each of 3"):
+        he.encrypt_share(keys.public, [1, most + 1], 3)
+    wrapped = he.add_counts(keys.public, [he.encrypt_counts(keys.public, [he.MOST])] * 3, 1)
+    with pytest.raises(PrivateCountsError, match="a class has more than"):
+        he.decrypt_counts(keys.secret, wrapped, 1, 3 * he.MOST)
+
+
 @pytest.mark.parametrize("parts", [(he.MOST, 1, 0), (he.MOST, he.MOST, 5), (he.MOST,) * 4])
 def test_a_total_that_wraps_around_is_refused(keys, parts):
     messages = [he.encrypt_counts(keys.public, [part, 7]) for part in parts]

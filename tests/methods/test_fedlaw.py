@@ -465,6 +465,22 @@ def test_a_client_without_samples_has_lambda_zero():
     ]  # fmt: skip
 
 
+def test_the_path_is_where_a_fit_of_fewer_epochs_ends():
+    server, replies, context = merged_in_a_round(9)
+    empty = replace(replies, weights=replies.weights * torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    law = FedLAW(lr=0.05, epochs=6, batch=4, trace=True)
+    served, _ = law.aggregate((), server, empty, context)
+    path = served.notes.fit_path.reshape(7, 5)
+    for epochs, row in enumerate(path):
+        notes = replace(law, epochs=epochs).aggregate((), server, empty, context)[0].notes
+        torch.testing.assert_close(row, torch.cat([notes.lambdas, notes.gamma[None]]))
+    assert (path[:, 1] == 0).all() and not torch.equal(path[0], path[-1])
+    plain, _ = replace(law, trace=False).aggregate((), server, empty, context)
+    assert plain.notes.fit_path is None and torch.equal(plain.send, served.send)
+    both, _ = replace(law, swa=True, guard=0).aggregate((), server, empty, context)
+    assert both.notes.fit_path.shape == path.flatten().shape  # 3 epochs for lambda, 3 for gamma
+
+
 def test_a_corrupted_client_loses_its_weight():
     server, replies, context = merged_in_a_round(10)
     good = trained(server, context)

@@ -384,7 +384,7 @@ def test_only_methods_that_ask_see_class_counts_and_the_user_is_told(caplog):
         federation = digits("wima(fedwcm)")
     assert federation.context.class_counts.shape == (10, 10)
     assert federation.context.batch == 32
-    assert "the server sees every client's class counts" in caplog.text
+    assert "a simulation's server sees every client's class counts" in caplog.text
 
 
 @pytest.mark.parametrize(

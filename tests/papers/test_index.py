@@ -98,6 +98,9 @@ def test_the_list_names_every_table_and_figure():
     for paper, item in ITEMS:
         if item.is_shown:
             assert f"{paper}/{item.name.lower().replace(' ', '')}" in shown
+    figure6 = next(line for line in shown.splitlines() if "ima/figure6" in line)
+    counts = [cell.strip() for cell in figure6.split("│")]
+    assert counts[3:6] == ["224", "224", "48"]  # lines of Table 1 that serve its cells
     assert "appendix that is not at hand" in " ".join(re.sub("[│┃]", " ", shown).split())
     one = CliRunner().invoke(app, ["paper", "index", "wima"], env={"COLUMNS": "300"}).output
     assert "Equation 7" in one and "154 cells run" in one

@@ -24,6 +24,7 @@ from fedbasin.papers import (
     results,
     table_names,
 )
+from fedbasin.papers.beside import basis
 from fedbasin.papers.grid import (
     CellConfigs,
     cell_runs_of,
@@ -43,7 +44,7 @@ from fedbasin.papers.results import (
     served,
     shipped,
 )
-from fedbasin.papers.tables import Score, read_table
+from fedbasin.papers.tables import Finding, Score, read_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 TOML = """
@@ -281,6 +282,15 @@ def test_a_miss_with_a_finding_says_so_on_its_cell_alone():
     assert shown(*results, column="b").verdict == "missed, reason argued"
     assert shown(*results, column="a").verdict == "missed, reason open"
     assert shown(*results, row="fedavg", column="b").verdict == "missed, reason open"
+
+
+def test_a_reason_is_shown_by_lines_of_all_that_it_names_in_its_columns():
+    finding = Finding(text="because", columns=("b",), shown_by=("fedavg", "scaffold"))
+    assert basis(finding, [("fedavg", "b"), ("scaffold", "b")]) == "shown"
+    assert basis(finding, [("fedavg", "b"), ("scaffold", "a")]) == "argued"
+    assert basis(finding, [("fedavg", "b")]) == "argued"
+    assert basis(replace(finding, shown_by=()), [("fedavg", "b")]) == "argued"
+    assert basis(replace(finding, basis="open"), [("fedavg", "b")]) == "open"
 
 
 def test_reduced_runs_are_marked_and_never_judged():

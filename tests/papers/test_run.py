@@ -19,7 +19,8 @@ from fedbasin.cli.paper import _read_seeds
 from fedbasin.core.lock import alone_in
 from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import run
-from fedbasin.experiment.runs import Branch, run_cell
+from fedbasin.experiment.comparison import run_cell
+from fedbasin.experiment.runs import Branch
 from fedbasin.papers import cell_runs_of, load_table, reason, table_names
 from fedbasin.papers.grid import runs_of
 from fedbasin.papers.results import append, read, result_of
@@ -360,16 +361,16 @@ def test_a_cell_alone_runs_whole_and_later_ones_go_on_from_what_is_there(
 
 def test_a_branch_whose_trunk_fails_runs_whole(invoke, tmp_path, monkeypatch):
     monkeypatch.setattr("fedbasin.papers.load_table", lambda name: ALIKE)
-    from fedbasin.experiment import runs
+    from fedbasin.experiment import comparison
 
-    begin = runs.cell_course
+    begin = comparison.cell_course
 
     def fail_plain(cell, *arguments):
         if cell.experiment.method == "fedavg":
             raise ValueError("no luck")
         return begin(cell, *arguments)
 
-    monkeypatch.setattr(runs, "cell_course", fail_plain)
+    monkeypatch.setattr(comparison, "cell_course", fail_plain)
     done = invoke("run", "x/table1", "--rows", "plain,late", "--jobs", "1")
     assert done.exit_code == 1 and "no luck" in str(done.exception)
     (line,) = read(tmp_path / "runs/papers/results.jsonl")

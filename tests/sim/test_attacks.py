@@ -5,16 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fedbasin import Experiment, run
 from fedbasin.core.expressions import parse
 from fedbasin.core.record import RunFolder
 from fedbasin.core.rng import root
+from fedbasin.core.round import Gathered, Sent
 from fedbasin.experiment import ConfigError, build
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
 from fedbasin.sim.attacks import Hostility, draw_hostile, largest_z
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.testing import toy_federation
+from fedbasin.testing import replies_of, toy_federation
 
 FORGERS = ["sign_flip", "scaled", "gaussian", "alie(z=1)", "ipm(eps=2)", "min_max"]
 
@@ -47,6 +49,7 @@ def test_forged_rows_are_those_of_the_formulas():
     np.testing.assert_allclose(forged("sign_flip(scale=3)", d, bad)[bad], -3 * d[bad])
     np.testing.assert_allclose(forged("scaled", d, bad)[bad], 5 * d[bad])
     np.testing.assert_allclose(forged("scaled(kappa=7)", d, bad)[bad], 7 * d[bad])
+    np.testing.assert_allclose(forged("backdoor(kappa=4)", d, bad)[bad], 4 * d[bad])
     np.testing.assert_allclose(forged("alie(z=1.5)", d, bad)[7], mu - 1.5 * sd)
     np.testing.assert_allclose(forged("ipm(eps=0.1)", d, bad)[2], -0.1 * mu)
     noise = forged("gaussian(mean=2, std=0.5)", np.zeros((4, 20_000)), [0, 1])
@@ -103,9 +106,31 @@ def test_reports_statistics_and_claims_are_forged_too():
     flip = replace(clean, hostility=Hostility(parse("sign_flip", "attack"), frozenset(range(6))))
     control = servers(flip)[0].state.control
     torch.testing.assert_close(control, -servers(clean)[0].state.control)
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+    alone = {"participation": "only(clients=(0, 2))", "rounds": 1, "module": module}
+    clean = toy_federation(parse("fedavg", "method"), **alone)
+    begun = clean.begin()[0].buffers
+    flip = replace(clean, hostility=Hostility(parse("sign_flip", "attack"), frozenset(range(6))))
+    moved = servers(clean)[0].buffers - begun
+    assert bool((moved != 0).any())
+    torch.testing.assert_close(servers(flip)[0].buffers - begun, -moved)
     attack = parse("scaled(claims=100)", "attack")
     claimed = attack.claimed(torch.tensor([1.0, 2.0]), torch.tensor([False, True]))
     assert claimed.tolist() == [1, 200]
+
+
+def test_noise_of_the_hostile_is_new_in_every_round_and_repeats_with_the_seed():
+    attack = Hostility(parse("gaussian(mean=0, std=1)", "attack"), frozenset({0}))
+
+    def noise(round, seed=0):
+        sent = Sent(torch.zeros(50), torch.zeros(0), (), round)
+        replies = replies_of(torch.zeros(2, 50))
+        gathered = Gathered(replies, torch.zeros(2, 0), [], torch.zeros(2))
+        return attack.forged(gathered, sent, root(seed)).replies.models[0]
+
+    assert torch.equal(noise(3), noise(3))
+    for other in (noise(4), noise(3, seed=1)):
+        assert abs(float(torch.corrcoef(torch.stack([noise(3), other]))[0, 1])) < 0.5
 
 
 def test_a_backdoor_stamps_pixels_and_asks_for_its_class():

@@ -12,7 +12,8 @@ import pytest
 from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.core.sink import Sink, SinkError
 from fedbasin.experiment import Experiment, LocalConfig, PartitionConfig, SimConfig
-from fedbasin.experiment.runs import cells, compare, resume, run, run_cells
+from fedbasin.experiment.comparison import cells, compare, run_cells
+from fedbasin.experiment.runs import resume, run
 from fedbasin.sim import Diverged
 from fedbasin.sinks import SINKS, sinks_of
 from fedbasin.sinks.mlflow import MLflow

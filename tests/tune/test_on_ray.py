@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from tune.asking import request
 
-from fedbasin.experiment.runs import Cell
+from fedbasin.experiment.comparison import Cell
 from fedbasin.tuning import tune
 from fedbasin.tuning.result import table_lines, trial_lines
 

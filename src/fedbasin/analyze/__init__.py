@@ -3,6 +3,7 @@
 from fedbasin.analyze import show_cohort as _cohort
 from fedbasin.analyze import show_geometry as _geometry
 from fedbasin.analyze import show_model as _model
+from fedbasin.analyze import show_server as _server
 from fedbasin.analyze.subject import CATALOGUE as CATALOGUE
 from fedbasin.analyze.subject import AnalysisError as AnalysisError
 from fedbasin.analyze.subject import Data as Data
@@ -10,4 +11,4 @@ from fedbasin.analyze.subject import Options as Options
 from fedbasin.analyze.subject import Subject as Subject
 from fedbasin.analyze.subject import find as find
 
-ENTERED = (_cohort, _geometry, _model)  # importing these fills the catalogue
+ENTERED = (_cohort, _geometry, _model, _server)  # importing these fills the catalogue

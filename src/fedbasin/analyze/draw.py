@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart by colour-blind readers; then by the style of the line.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 _STYLES = ("-", "--", "-.", ":")
+_MARKERS = "*DsvP^"
+_BESIDE = (
+    (4, 4),
+    (4, -11),
+    (4, 16),
+    (4, -23),
+)  # points from a mark to its name, if others are near
+_NEAR = 0.06  # of an axis
 _CROWDED = 5  # from more lines than this the legend stands beside the panel
+_LONG = 45  # letters, of names that would cover the lines
 _SCALE = "cividis"  # even in lightness, and made for colour-blind readers
 
 
@@ -75,18 +84,25 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
         )
         if line.low and line.high:
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
-    for mark in panel.marks:
-        axes.plot(mark.x, mark.y, "k*", label=_plain(mark.name))
+    for number, mark in enumerate(panel.marks):
+        shape = _MARKERS[number % len(_MARKERS)]
+        axes.plot(mark.x, mark.y, shape, color="black", label=_plain(mark.name), linestyle="")
     positive = [y for line in panel.series for y in line.y if y > 0]
     if panel.log_y and positive:
         axes.set_yscale("log")
     if panel.x_label == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    if len(panel.series) > _CROWDED:
-        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    names = [line.name for line in panel.series] + [mark.name for mark in panel.marks]
+    if len(panel.series) > _CROWDED or max(map(len, names), default=0) > _LONG:
+        _legend_beside(axes)
     elif panel.series:
-        axes.legend(fontsize="x-small")
+        axes.legend(fontsize="x-small", handlelength=3)
+
+
+def _legend_beside(axes: Axes) -> None:
+    # long handles, on which the styles of lines can be told apart
+    axes.legend(fontsize="x-small", handlelength=3, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _looks(panel: Lines) -> list[tuple[str, str]]:
@@ -123,12 +139,28 @@ def _draw_grid(figure: Figure, axes: Axes, panel: Grid) -> None:
         axes.contour(panel.x, panel.y, values, levels=12, colors="white", linewidths=0.5)
     for line in panel.paths:
         axes.plot(line.x, line.y, "o-", color="white", markersize=3, linewidth=0.8)
-    for mark in panel.marks:
+    for mark, place in zip(panel.marks, _name_places(panel), strict=True):
         axes.plot(mark.x, mark.y, "o", color="white", markeredgecolor="black")
         axes.annotate(
-            _plain(mark.name), (mark.x, mark.y), xytext=(4, 4), textcoords="offset points",
+            _plain(mark.name), (mark.x, mark.y), xytext=place, textcoords="offset points",
             fontsize="x-small", bbox={"facecolor": "white", "alpha": 0.7, "pad": 1, "linewidth": 0},
         )  # fmt: skip
+
+
+def _name_places(panel: Grid) -> list[tuple[int, int]]:
+    """Return where each mark's name stands, clear of the names of marks near by."""
+    width = (panel.x[-1] - panel.x[0]) or 1.0
+    height = (panel.y[-1] - panel.y[0]) or 1.0
+    places: list[tuple[int, int]] = []
+    for number, mark in enumerate(panel.marks):
+        taken = [
+            places[other]
+            for other, before in enumerate(panel.marks[:number])
+            if abs(before.x - mark.x) / width < 4 * _NEAR
+            and abs(before.y - mark.y) / height < _NEAR
+        ]
+        places.append(next((place for place in _BESIDE if place not in taken), _BESIDE[0]))
+    return places
 
 
 def _draw_bars(axes: Axes, panel: Bars) -> None:
@@ -141,7 +173,7 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
     few = max(1, math.ceil(len(places) / 20))
     names = [_plain(name) for name in panel.categories[::few]]
     axes.set_xticks(places[::few], names, rotation=45, ha="right", fontsize="x-small")
-    axes.legend(fontsize="x-small")
+    _legend_beside(axes)
 
 
 def _draw_table(axes: Axes, panel: Table) -> None:

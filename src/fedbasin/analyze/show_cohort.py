@@ -199,7 +199,8 @@ def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]
 )
 def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Average random subsets of an early, a middle and the last kept cohort of each run."""
-    curves = []
+    means: list[Line] = []
+    ensembles: list[Line] = []
     gaps = []
     notes = []
     for subject in subjects:
@@ -213,9 +214,9 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
             mean = error_by_count(evaluator, models, weights, key, options.count, tick)
             ensemble = ensemble_by_count(evaluator, models, weights, key, options.count)
             gap = ensemble_gap(evaluator, models, weights, tick=tick)
-            for what, curve in ((at, mean), (f"{at} ensemble", ensemble)):
+            for curves, curve in ((means, mean), (ensembles, ensemble)):
                 band = (numbers(curve.low), numbers(curve.high))
-                curves.append(Line(what, numbers(curve.averaged), numbers(curve.mean), *band))
+                curves.append(Line(at, numbers(curve.averaged), numbers(curve.mean), *band))
             gaps.append(Line(at, numbers(gap.distance.log10()), numbers(gap.gap.log10())))
             notes += [
                 f"{at}: {rows_note(evaluator, subject.data.test)}; error of one model "
@@ -228,7 +229,8 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
     gap_axis = "log10 of max |w_k - w| as deviations are halved"
     return Found(
         [
-            Lines("test error", "averaged models", "test error", tuple(curves)),
+            Lines("averaged model", "averaged models", "test error", tuple(means)),
+            Lines("ensemble of the same models", "models", "test error", tuple(ensembles)),
             Lines("Lemma 1", gap_axis, "log10 of |ensemble - average|", (*gaps, square)),
         ],
         [*notes, f"{options.count} random subsets of each size; the band is their range"],
@@ -299,6 +301,7 @@ def show_locality(subjects: Sequence[Subject], options: Options, watch: Watch) -
 def show_selection(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw what FedCDA recorded: V picked against V newest, age, share of older models."""
     spread = []
+    ratio = []
     age = []
     older = []
     for subject in subjects:
@@ -306,11 +309,15 @@ def show_selection(subjects: Sequence[Subject], options: Options, watch: Watch) 
         name = label(subject, subjects)
         spread.append(Line(f"{name}, newest models", x, noted[0]))
         spread.append(Line(f"{name}, picked models", x, noted[1]))
+        ratio.append(
+            Line(name, x, tuple(b / a if a else 1.0 for a, b in zip(*noted[:2], strict=True)))
+        )
         age.append(Line(name, x, noted[2]))
         older.append(Line(name, x, noted[3]))
     return Found(
         [
             Lines("divergence", "round", "V", tuple(spread)),
+            Lines("V of the picked over V of the newest", "round", "ratio", tuple(ratio)),
             Lines("age of the picked models", "round", "rounds", tuple(age)),
             Lines("older than the newest", "round", "share of the cohort", tuple(older)),
         ]

@@ -161,17 +161,20 @@ def _plane(
     )  # fmt: skip
     names = [*(model.name for model in models), "mean of the three"]
     places = torch.cat([surface.corners, surface.others])
-    marks = tuple(Mark(n, *place) for n, place in zip(names, places.tolist(), strict=True))
     axes = ("distance along the first axis", "distance along the second axis")
     x = numbers(surface.x)
     y = numbers(surface.y)
+    row, column = divmod(int(surface.loss.argmin()), options.grid())
+    lowest = torch.tensor([x[column], y[row]], dtype=places.dtype)
+    marks = (
+        *(Mark(name, *place) for name, place in zip(names, places.tolist(), strict=True)),
+        Mark("smallest loss", *lowest.tolist()),
+    )
     said = f"{stage}: " if stage else ""
     panels: list[Panel] = [
         Grid(f"{said}{title}", *axes, title, x, y, table(values), marks)
         for title, values in _measures(evaluator, surface)
     ]
-    row, column = divmod(int(surface.loss.argmin()), options.grid())
-    lowest = torch.tensor([x[column], y[row]], dtype=places.dtype)
     eye = torch.eye(len(vectors) + 1, dtype=torch.float64)
     own = evaluator.measure(eye, torch.cat([vectors, three[None]])).loss.tolist()
     away = (places - lowest).norm(dim=1).tolist()

@@ -14,15 +14,16 @@ from rich.console import Console
 from torch import nn
 
 from fedbasin import experiment as experiments
-from fedbasin.api.progress import run_with_progress
+from fedbasin.api.progress import console_for_a_bar, run_with_progress
 from fedbasin.api.results import Comparison, RunResult
 from fedbasin.core.expressions import written
 from fedbasin.core.record import RoundRecord
 from fedbasin.data import Dataset, from_arrays
 from fedbasin.experiment import ConfigError, Experiment
+from fedbasin.experiment.comparison import Cell, cells, run_cells
 from fedbasin.experiment.defaults import changed, dealt_to, defaults_for, merged, task_for
 from fedbasin.experiment.objects import Factory
-from fedbasin.experiment.runs import Cell, cells, run_cells
+from fedbasin.experiment.privacy import calibrated, calibrated_methods
 from fedbasin.experiment.sharing import default_jobs
 from fedbasin.sim import Diverged
 from fedbasin.sinks import Target
@@ -37,6 +38,8 @@ def run(
     *,
     data: Dataset | tuple[Any, Any] | None = None,
     model: nn.Module | Factory | object | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
     data_dir: Path | None = None,
     on_round: OnRound | None = None,
     log: Sequence[Target] = (),
@@ -53,6 +56,9 @@ def run(
         data: the data, where `what` is not; beside an `Experiment` it takes the place of what
             `data.name` says.
         model: the network: an expression, a module, or a function ``(shape, outputs) -> module``.
+        epsilon: for a method with `dp`: its noise becomes the least at which all rounds together
+            cost no more.
+        delta: the chance that epsilon does not hold.
         data_dir: a local mirror of the datasets.
         on_round: called with each round's `RoundRecord`. The run ends early, with its summary and
             its model, where it returns True.
@@ -61,10 +67,12 @@ def run(
         settings: any field of `Experiment`; sections as mappings: ``local={"lr": 0.05}``.
     """
     base = _experiment(what, data, model, settings)
+    if epsilon is not None or delta is not None:
+        base = calibrated(base, epsilon, delta)
     path = Path(out) if out is not None else _fresh("run")
     if on_round is None and _shown(progress):
         layout = [Cell(base.resolved(), path)]
-        (summary,) = run_with_progress(layout, Console(), data_dir, log=log)
+        (summary,) = run_with_progress(layout, console_for_a_bar(), data_dir, log=log)
         if summary["status"] == "diverged":
             raise Diverged(f"{summary['reason']}; the records up to there are in {path}")
     else:
@@ -104,6 +112,8 @@ def compare(
     out: Path | str | None = None,
     *,
     model: nn.Module | Factory | object | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
     data_dir: Path | None = None,
     jobs: int | None = None,
     log: Sequence[Target] = (),
@@ -122,6 +132,8 @@ def compare(
         seeds: the seeds that each method runs with.
         out: the folder of all runs; a new one below ``runs/`` by default.
         model: the network: an expression, a module, or a function ``(shape, outputs) -> module``.
+        epsilon: as in `run`, for each method with `dp`; the others are not changed.
+        delta: as in `run`.
         data_dir: a local mirror of the datasets.
         jobs: runs at once; by default as many as there are cores, one on a GPU.
         log: as in `run`; with several jobs names only.
@@ -135,6 +147,7 @@ def compare(
     base = _experiment(what, None, model, settings)
     path = Path(out) if out is not None else _fresh("compare")
     names = [written(method, "method") for method in methods]
+    names = calibrated_methods(base, names, epsilon, delta)
     layout = cells(base, names, list(seeds), path)
     chosen = [cell.experiment for cell in layout]
     jobs = default_jobs(chosen) if jobs is None else jobs
@@ -142,7 +155,8 @@ def compare(
         raise ConfigError(f"jobs must be at least 1, got {jobs}")
     if _shown(progress):
         again = f"the same call and out={str(path)!r}"
-        summaries = run_with_progress(layout, Console(), data_dir, jobs, log=log, again=again)
+        console = console_for_a_bar()
+        summaries = run_with_progress(layout, console, data_dir, jobs, log=log, again=again)
     else:
         summaries = run_cells(layout, data_dir=data_dir, jobs=jobs, log=log)
     network = base.objects.model

@@ -38,7 +38,13 @@ def trained_network(path: Path, model: nn.Module | Factory | None = None) -> nn.
         experiment = experiment.using(Objects(model=model))
     interface = Interface.read(folder.interface)
     network = network_of(experiment, interface.shape, interface.outputs, root(0).fold("model"))
-    network.load_state_dict(read(folder.model))
+    try:
+        network.load_state_dict(read(folder.model))
+    except RuntimeError as error:  # names or shapes of tensors differ
+        raise RecordError(
+            f"{path} was trained with another network than {experiment.model}: give the one that "
+            "it was begun with"
+        ) from error
     return network.eval()
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ from rich.text import Text
 from fedbasin.core.record import RoundRecord, latest_score
 
 if TYPE_CHECKING:
-    from fedbasin.experiment.runs import Cell, More, OnCell
+    from fedbasin.experiment.comparison import Cell, More, OnCell
     from fedbasin.sinks import Target
 
 _QUIET_SECONDS = 60  # between two lines of output without a terminal
@@ -39,6 +41,16 @@ def wide_console() -> Console:
     """Return a console that is wide enough for tables if output goes to a file or a pipe."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
+
+
+def console_for_a_bar() -> Console:
+    """Return the console of this process; in a notebook rich's bar needs ipywidgets.
+
+    Without them the console is a plain one: a line a minute is printed (`tell_a_log`).
+    """
+    if "ipykernel" in sys.modules and find_spec("ipywidgets") is None:
+        return Console(force_jupyter=False, force_terminal=False)
+    return Console()
 
 
 def bar(console: Console, *beside: ProgressColumn) -> Progress:
@@ -83,7 +95,7 @@ def run_with_progress(
     """
     import torch
 
-    from fedbasin.experiment.runs import run_cells
+    from fedbasin.experiment.comparison import run_cells
     from fedbasin.sim import Interrupted
 
     if "OMP_NUM_THREADS" not in os.environ:

@@ -150,7 +150,7 @@ class Comparison(Sequence[RunResult]):
     def __repr__(self) -> str:
         runs = self._read()
         headline = headline_of_runs(runs)
-        console = Console(file=io.StringIO(), width=100)
+        console = Console(file=io.StringIO(), width=100, force_jupyter=False, force_terminal=False)
         console.print(table_of(summarise(runs, None), headline, title_of(runs)))
         assert isinstance(console.file, io.StringIO)
         clients = served_text(runs)

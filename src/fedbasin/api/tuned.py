@@ -14,14 +14,14 @@ from rich.text import Text
 from torch import nn
 
 from fedbasin.api.calls import What, _experiment, _fresh, _shown
-from fedbasin.api.progress import run_with_progress
+from fedbasin.api.progress import console_for_a_bar, run_with_progress
 from fedbasin.api.results import _pandas
 from fedbasin.core.expressions import written
 from fedbasin.core.record import Headline
 from fedbasin.experiment import Experiment
+from fedbasin.experiment.comparison import Cell, run_cells
 from fedbasin.experiment.config import ConfigError
 from fedbasin.experiment.objects import Factory
-from fedbasin.experiment.runs import Cell, run_cells
 from fedbasin.experiment.sharing import default_jobs
 from fedbasin.report.page import say_difference, say_p
 from fedbasin.tuning import Outcome, Request, space_of
@@ -98,7 +98,7 @@ class Tuned:
         return table_of(tuned_rows(self.outcome), self.outcome)
 
     def __repr__(self) -> str:
-        console = Console(file=io.StringIO(), width=160)
+        console = Console(file=io.StringIO(), width=160, force_jupyter=False, force_terminal=False)
         console.print(self.table())
         assert isinstance(console.file, io.StringIO)
         return f"{console.file.getvalue()}{self.verdict}\nrecords: {self.path}"
@@ -216,7 +216,7 @@ def tune(
         baseline=written(baseline, "method") if baseline else "",
     )
     path = Path(out) if out is not None else _fresh("tune")
-    console = Console() if _shown(progress) else None
+    console = console_for_a_bar() if _shown(progress) else None
     return run_tuning(request, path, data_dir=data_dir, jobs=jobs, on=on, console=console)
 
 

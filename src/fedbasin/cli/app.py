@@ -33,8 +33,8 @@ from fedbasin.core.record import headline_of
 from fedbasin.sinks import SINKS
 
 if TYPE_CHECKING:
+    from fedbasin.experiment.comparison import Cell
     from fedbasin.experiment.config import Experiment
-    from fedbasin.experiment.runs import Cell
 
 app = typer.Typer(
     name="fedbasin",
@@ -99,6 +99,14 @@ TaskName = Annotated[
 ]
 Network = Annotated[
     str | None, typer.Option("--model", help="The network, such as 'mlp(widths=(64,))'.")
+]
+Epsilon = Annotated[
+    float | None,
+    typer.Option(help="For methods 'dp(...)': find the noise at which all rounds cost this much."),
+]
+Delta = Annotated[
+    float | None,
+    typer.Option(help="The chance that epsilon does not hold; below 1 / clients. dp has 1e-5."),
 ]
 LogTo = Annotated[
     list[str] | None,
@@ -256,16 +264,8 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Randomness of the whole run.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     device: Device = None,
-    epsilon: Annotated[
-        float | None,
-        typer.Option(
-            help="With --method 'dp(...)': find the noise at which all rounds cost this much."
-        ),
-    ] = None,
-    delta: Annotated[
-        float | None,
-        typer.Option(help="The chance that epsilon does not hold; below 1 / clients. dp has 1e-5."),
-    ] = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
     out: Out = None,
     data_dir: DataDir = None,
     log: LogTo = None,
@@ -287,7 +287,7 @@ def run(
 
         experiment = calibrated(experiment, epsilon, delta)
         console.print(Text(f"method = {experiment.method}"), soft_wrap=True)
-    from fedbasin.experiment.runs import Cell, slug
+    from fedbasin.experiment.comparison import Cell, slug
 
     path = _folder(out) or _fresh(slug(experiment.resolved().method))
     if out is not None and (out / "config.toml").exists():
@@ -312,8 +312,9 @@ def resume(
     import fedbasin.experiment  # noqa: F401
     from fedbasin.core.record import RecordError, RunFolder
     from fedbasin.experiment.checks import check_imports
+    from fedbasin.experiment.comparison import Cell
     from fedbasin.experiment.config import read_experiment
-    from fedbasin.experiment.runs import Cell, mend_wiped
+    from fedbasin.experiment.runs import mend_wiped
 
     if not (folder / "config.toml").exists():
         several = next(folder.glob("**/config.toml"), None) is not None
@@ -348,6 +349,8 @@ def compare(
     model: Network = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     device: Device = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
     reach: Reach = None,
     jobs: Jobs = None,
     out: Out = None,
@@ -364,7 +367,12 @@ def compare(
     if data is None and target is not None:
         reach = _old_target(target, reach)
     base = _settings(config, preset, named, _table(data, target, client, task))
-    from fedbasin.experiment.runs import cells
+    if epsilon is not None or delta is not None:
+        from fedbasin.experiment.privacy import calibrated_methods
+
+        methods = calibrated_methods(base, methods, epsilon, delta)
+        console.print(Text("methods: " + ", ".join(methods)), soft_wrap=True)
+    from fedbasin.experiment.comparison import cells
 
     path = _folder(out) or _fresh("compare")
     layout = cells(base, methods, _read_seeds(seeds), path)
@@ -468,7 +476,7 @@ def demo(
     Needs no download and about a minute on two cores.
     """
     base = _settings(None, "demo", set_)
-    from fedbasin.experiment.runs import cells
+    from fedbasin.experiment.comparison import cells
 
     path = _folder(out) or _fresh("demo")
     layout = cells(base, DEMO_METHODS, _read_seeds(seeds), path)

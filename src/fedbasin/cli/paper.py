@@ -63,18 +63,20 @@ def list_(
     other commands make, or that are not made, with the reason.
     """
     from fedbasin.papers import load_table, reason, table_names
+    from fedbasin.papers.page import counts_of_table
     from fedbasin.papers.results import shipped
 
     if name is not None:
         _describe(load_table(name))
         return
-    grid = Grid("table", "what", "cells", "can run", "results", "why not")
+    grid = Grid("table", "what", "cells", "can run", "have results", "why not")
     for each in table_names():
         table = load_table(each)
         reasons = [reason(table, row, column) for row in table.rows for column in table.columns]
-        stored = sum(result.table == each for result in shipped())
+        counted = counts_of_table(table, shipped())
+        ran = counted["run at full length"] + counted["reduced"]
         why = "; ".join(dict.fromkeys(filter(None, reasons)))
-        counts = (len(reasons), sum(not r for r in reasons), stored or "-")
+        counts = (counted["cells"], counted["can run"], ran or "-")
         grid.add_row(Text(each), Text(table.title), *map(str, counts), Text(why))
     console.print(grid)
     console.print(_others())

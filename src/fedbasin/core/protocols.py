@@ -115,6 +115,11 @@ class _UniformMean(Averaging):
     weighting = "uniform"
 
 
+def asks_for_scores(method: Method) -> bool:
+    """Whether clients tell the method a number in place of their class counts."""
+    return any(isinstance(layer, ScoresCounts) for layer in _layers(method))
+
+
 def score_counts(method: Method, counts: Tensor, total: Tensor) -> float:
     """Return the number that a client tells in place of its class counts [classes]."""
     for layer in _layers(method):

@@ -125,7 +125,7 @@ class Classification(RowTask):
         if targets.classes < 1 or targets.columns != 1:
             raise ValueError(
                 f"classification needs one whole number from 0 a row, the targets are "
-                f"{_described(targets)}; write task = {_fitting(targets)!r}"
+                f"{_described(targets)}; {_advice(targets)}"
             )
         return targets.classes
 
@@ -174,7 +174,7 @@ class Binary(RowTask):
         if targets.columns != 1 or targets.classes != 2:
             raise ValueError(
                 f"binary needs targets 0 and 1, the targets are {_described(targets)}; "
-                f"write task = {_fitting(targets)!r}"
+                f"{_advice(targets)}"
             )
         return 1
 
@@ -226,6 +226,11 @@ class Regression(RowTask):
 
     def outputs(self, targets: Targets) -> int:
         """One output a column."""
+        if targets.classes:
+            raise ValueError(
+                f"regression needs numbers, the targets are {_described(targets)}; write "
+                f"task = {_fitting(targets)!r}, or make the data with classes=False"
+            )
         return targets.columns
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -411,6 +416,14 @@ def _described(targets: Targets) -> str:
         return f"{targets.classes} classes"
     kind = "whole numbers" if targets.whole else "numbers"
     return f"{kind} in {targets.columns} columns" if targets.columns > 1 else kind
+
+
+def _advice(targets: Targets) -> str:
+    """Say what to do with targets that have no classes, or not as many as a task needs."""
+    fitting = f"write task = {_fitting(targets)!r}"
+    if targets.classes or targets.columns > 1:
+        return fitting
+    return f"{fitting}, or make the data with classes=True"
 
 
 def _fitting(targets: Targets) -> str:

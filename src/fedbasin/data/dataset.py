@@ -83,7 +83,7 @@ class Rows:
         return Rows(inputs, labels, groups, missing, origin)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """A named dataset: its two published splits and what its numbers mean.
 
@@ -146,6 +146,20 @@ class Dataset:
                 _check_classes(split.labels, len(self.classes))
         if self.clients and self.train.groups is None:
             raise ValueError("clients is True and train has no groups: give the client of each row")
+
+    def __repr__(self) -> str:
+        """Say what there is; the arrays themselves would fill pages."""
+        inputs = self.train.inputs
+        parts = [
+            f"{len(self.train):,} rows to train on",
+            f"{len(self.test):,} to score",
+            f"{inputs.dtype.name} {list(inputs.shape[1:])} each",
+            f"{len(self.classes):,} classes" if self.classes else "targets without classes",
+        ]
+        if self.group_names:
+            groups = "clients" if self.clients else "groups"
+            parts.append(f"{len(self.group_names):,} {groups}")
+        return f"<{self.kind} {self.name}: {', '.join(parts)}>"
 
 
 @dataclass(frozen=True, eq=False)

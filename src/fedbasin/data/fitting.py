@@ -19,6 +19,7 @@ from fedbasin.data.encoding import (
 )
 from fedbasin.data.table import Table
 
+_DATE = r"^\s*(\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{4})([T ]\d{1,2}:\d{2}.*)?\s*$"
 _NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 
 
@@ -88,6 +89,21 @@ def refuse_numbers_in_text(table: Table, name: str) -> None:
     )
 
 
+def refuse_dates_in_text(table: Table, name: str) -> None:
+    """Refuse a column of text that is dates, as pandas reads them from a CSV file."""
+    column = table.column(name)
+    if pc.all(pc.match_substring_regex(column, _DATE)).as_py():
+        raise DataError(
+            f"column {name!r} holds dates as text, such as {_first(column)!r:.30}: leave it out "
+            f"with drop=[{name!r}], or turn it into a number (such as days since some day); for "
+            "categories give the column as such (pandas: astype('category'))"
+        )
+
+
+def _first(column: pa.ChunkedArray) -> str:
+    return str(column.drop_null()[0].as_py())
+
+
 def _no_values(name: str) -> DataError:
     return DataError(
         f"column {name!r} has no values in the training rows: leave it out with drop=[{name!r}]"
@@ -100,6 +116,7 @@ def _fit_category(
     """List the values of training rows."""
     if table.kind(name) == "text":
         refuse_numbers_in_text(table, name)
+        refuse_dates_in_text(table, name)
     column = table.column(name)
     if missing == "refuse":
         refuse_missing(table, name, column.is_null().to_numpy())

@@ -322,10 +322,14 @@ def _train(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
 
 
 def _session_key(session: Session, key: Key, round: int, config: ConfigRecord) -> Key:
-    """Return the randomness of a round under secure aggregation: new in every start of the run."""
+    """Return the randomness of a round under secure aggregation: new in every run and every start.
+
+    Two sums over almost the same clients, who trained on the same batches, would differ by a single
+    client's update. So no two runs share batches, not even runs of one seed.
+    """
     if (session.run, session.round) != (config.get("fedbasin-name"), round + 1):
         raise Refused("the round to train is not the one that keys were made for")
-    return key if session.attempt == 1 else key.fold("attempt", session.attempt)
+    return key.fold("secure", session.run, session.attempt)
 
 
 def _shared(content: RecordDict, rules: int) -> tuple[Any, ...]:
@@ -380,6 +384,10 @@ def _query(setup: ClientSetup, content: RecordDict, context: Context) -> RecordD
         gradient = setup.trainer.full_gradient(setup.rows, vector, buffers)
         return answer_gradient(gradient, setup.examples)
     counts = setup.class_counts()
+    if config.get(ASK) == "score":
+        secure.refuse_plain("score of its class counts")
+    if config.get(ASK) == "encrypt":
+        secure.check_sum(config)
     if config.get(ASK) != "who":
         return answer(config, counts, context, parse(setup.method, "method"))
     facts = MetricRecord({"partition-id": setup.client, "num-partitions": setup.clients})

@@ -116,6 +116,14 @@ class Clients:
             time.sleep(1)
         return online
 
+    def everyone(self) -> dict[int, int]:
+        """Wait for all clients, also those without data; after `patience`, take those that came."""
+        try:
+            return self.wait(self.total, empty=True, refused=True)
+        except TooFewNodes as error:
+            _log.warning("%s; the class counts of clients that did not come are not known", error)
+            return self.online(empty=True)
+
     def online(self, *, empty: bool = False) -> dict[int, int]:
         """Return the node of every client that is online and holds data, or is `empty`."""
         nodes = self.mail.nodes()
@@ -241,12 +249,12 @@ class Clients:
     def class_counts(self, weight: float | None = None) -> Tensor:
         """Wait for all clients and return their rows by class [N, classes], as they show them.
 
-        Clients that are left out for their answers count as holding no rows.
+        Clients that do not come, or are left out for their answers, count as holding no rows.
 
         Args:
             weight: how many times the median number of rows a client may count for.
         """
-        self.wait(self.total, empty=True, refused=True)
+        self.everyone()
         _log.warning("The server sees every client's class counts: the method asks for them")
         shown = {one.client: one.counts for one in self._identities.values() if one.counts}
         widths = Counter(len(counts) for counts in shown.values())

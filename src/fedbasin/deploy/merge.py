@@ -17,9 +17,8 @@ from fedbasin.core.archive import ArchiveError
 from fedbasin.core.method import Replies, ReplyError
 from fedbasin.core.round import Attempt, Gathered, Merged, Server
 from fedbasin.core.tree import tensors
-from fedbasin.core.vectors import shares
 from fedbasin.deploy.audit import MergedReply
-from fedbasin.deploy.replies import Collected, Collector, Guard, guarded
+from fedbasin.deploy.replies import Collected, Collector, Guard, guarded, mean_loss
 from fedbasin.deploy.wire import LARGEST
 
 _MOST_SUSPECTS = 64  # replies that are left out in turn to find the one that spoils a merge
@@ -144,7 +143,7 @@ def gathered_of(collected: Collected, server: Tensor, guard: Guard | None) -> Gu
     # A far update's statistics and loss are not to be trusted either, clipped or not.
     ids = collected.replies.clients
     near = torch.tensor([client not in far for client in ids.tolist()], device=ids.device)
-    loss = shares(collected.replies.weights[near]) @ collected.losses[near]
+    loss = mean_loss(collected.replies.weights[near], collected.losses[near])
     if guard is not None and guard.action == "drop":
         gathered = Gathered(replies, collected.statistics[near], [], loss)
         return Guarded(gathered, collected.counted - far, named, heavy)

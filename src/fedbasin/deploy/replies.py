@@ -233,7 +233,7 @@ class Collector:
             vector /= self._counted[0]
             buffers /= max(self._counted[1], 1e-300)
             one = replace(replies.averaged(self.stream), models=vector.to(server.device)[None])
-            loss = (shares(replies.weights) @ losses)[None]
+            loss = mean_loss(replies.weights, losses)[None]
             return Collected(one, buffers.to(server.device)[None], loss, counted)
         models = [self._models[i] for i in order]
         self._models = []
@@ -296,6 +296,14 @@ class Collector:
         if not isinstance(reports, tuple) or len(reports) != self.rules:
             raise Refused(f"it must report on {self.rules} client rules")
         return reports
+
+
+def mean_loss(weights: Tensor, losses: Tensor) -> Tensor:
+    """Return the weighted mean of the losses [C] that clients report; NaN if none does."""
+    told = losses.isfinite()
+    if not bool(told.any()):
+        return losses.new_tensor(math.nan)
+    return shares(weights[told]) @ losses[told]
 
 
 def _shape(tree: Any) -> tuple[tuple[str, Any], ...]:

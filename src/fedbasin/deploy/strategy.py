@@ -479,7 +479,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             counts = self._clients.class_counts(None if guard is None else guard.weight)
         private = None
         if counted == "private":
-            private = gather_private(self._clients, self.key, here.known_classes())
+            private = gather_private(self._clients, self.key, here.known_classes(), self.method)
         self._context = replace(
             known,
             layout=self._codec.layout,

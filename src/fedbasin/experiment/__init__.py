@@ -6,6 +6,7 @@ import fedbasin.models as _models
 import fedbasin.partition as _partition
 import fedbasin.sim as _sim
 from fedbasin.experiment.assemble import build as build
+from fedbasin.experiment.comparison import compare as compare
 from fedbasin.experiment.config import ConfigError as ConfigError
 from fedbasin.experiment.config import DataConfig as DataConfig
 from fedbasin.experiment.config import Experiment as Experiment
@@ -15,7 +16,6 @@ from fedbasin.experiment.config import SimConfig as SimConfig
 from fedbasin.experiment.config import SnapshotConfig as SnapshotConfig
 from fedbasin.experiment.config import TableConfig as TableConfig
 from fedbasin.experiment.config import from_mapping as from_mapping
-from fedbasin.experiment.runs import compare as compare
 from fedbasin.experiment.runs import resume as resume
 from fedbasin.experiment.runs import run as run
 

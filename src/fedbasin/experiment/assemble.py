@@ -35,6 +35,7 @@ from fedbasin.experiment.rows import Rows as RunRows
 from fedbasin.experiment.rows import cut_rows, dataset_of, transform_of
 from fedbasin.experiment.training import optimiser_of, schedule_of
 from fedbasin.local import Trainer
+from fedbasin.local.train import Transform
 from fedbasin.models.atoms import SymmetryError
 from fedbasin.sim import Federation, Population
 from fedbasin.sim.attacks import Hostility
@@ -90,17 +91,7 @@ def build(
     net.check_draws(transform(population.inputs[:3], None))
     _check_network(experiment, method, net, transform(population.inputs[:2], None), outputs)
     proxy = evaluator_of(rows.splits.proxy) if rows.splits.proxy is not None else None
-    scored = rows.held_out if experiment.sim.score_on == "held_out" else rows.splits.test
-    if not len(scored.labels):
-        raise ConfigError(
-            f"partition.hold_out is {experiment.partition.hold_out}, and no client has enough rows "
-            "to hold one out: use a larger share, or fewer clients"
-        )
-    test = evaluator_of(scored)
-    trained_on = None
-    if experiment.sim.evaluate_train:
-        owners = as_tensor(np.repeat(np.arange(len(population)), population.sizes), device)
-        trained_on = test.on(population.inputs, population.labels, owners)
+    test = evaluator_of(_rows_to_score(experiment, rows))
     context = replace(
         _context(experiment, net, population, key),
         proxy=proxy,
@@ -108,17 +99,7 @@ def build(
         archive=archive,
         permutations=_permutations(method, module, transform(population.inputs[:2]), device),
     )
-    trainer = Trainer(
-        net=net,
-        rules=method.rules(),
-        optimiser=optimiser_of(experiment.local),
-        batch=experiment.local.batch,
-        transform=transform,
-        classes=rows.classes,
-        clip=experiment.local.clip or None,
-        task=task,
-        keep_optimiser=experiment.local.keep_optimiser,
-    )
+    trainer = _trainer(experiment, net, method, task, transform, rows.classes)
     log_cautions(method, experiment, net, population)
     schedule = schedule_of(experiment)
     counts = population.class_counts(rows.classes).cpu().numpy()
@@ -145,7 +126,7 @@ def build(
         recalibrate=_recalibration(experiment, net, proxy),
         evaluate_every=experiment.sim.evaluate_every,
         evaluate_last=experiment.sim.evaluate_last,
-        train=trained_on,
+        train=_training_rows(experiment, test, population, device),
         home=clients.scores(test, lambda round: draw_cohort(participation, eligible, key, round)),
         client_memory=experiment.sim.client_memory * 2**30,
         client_archive=client_archive,
@@ -162,6 +143,45 @@ def build(
         encoding="" if rows.encoding is None else rows.encoding.to_json(),
         hostility=hostility,
         triggered=triggered,
+    )
+
+
+def _rows_to_score(experiment: Experiment, rows: RunRows) -> Rows:
+    """Return the rows that a run is scored on: the test rows, or those that clients hold out."""
+    scored = rows.held_out if experiment.sim.score_on == "held_out" else rows.splits.test
+    if not len(scored.labels):
+        raise ConfigError(
+            f"partition.hold_out is {experiment.partition.hold_out}, and no client has enough rows "
+            "to hold one out: use a larger share, or fewer clients"
+        )
+    return scored
+
+
+def _training_rows(
+    experiment: Experiment, test: Evaluator, population: Population, device: torch.device
+) -> Evaluator | None:
+    """Return what scores models on the clients' training rows, where that is asked for."""
+    if not experiment.sim.evaluate_train:
+        return None
+    owners = as_tensor(np.repeat(np.arange(len(population)), population.sizes), device)
+    return test.on(population.inputs, population.labels, owners)
+
+
+def _trainer(
+    experiment: Experiment, net: Net, method: Method, task: Task, transform: Transform, classes: int
+) -> Trainer:
+    """Return how a client trains."""
+    local = experiment.local
+    return Trainer(
+        net=net,
+        rules=method.rules(),
+        optimiser=optimiser_of(local),
+        batch=local.batch,
+        transform=transform,
+        classes=classes,
+        clip=local.clip or None,
+        task=task,
+        keep_optimiser=local.keep_optimiser,
     )
 
 
@@ -252,8 +272,8 @@ def _class_counts(method: Method, population: Population, classes: int) -> Tenso
     if "class_counts" not in needs_of(method):
         return None
     logging.getLogger(__package__).warning(
-        "%s: the server sees every client's class counts in plain. fedbasin private-counts shows "
-        "how their sum is gathered under encryption.",
+        "%s: a simulation's server sees every client's class counts in plain. fedbasin "
+        "private-counts shows how their sum is gathered under encryption.",
         method,
     )
     return population.class_counts(classes)

@@ -24,7 +24,7 @@ from fedbasin.sim.batch import side_by_side
 from fedbasin.sim.runner import Course, Interrupted, Stopping
 
 if TYPE_CHECKING:
-    from fedbasin.experiment.runs import Cell, More
+    from fedbasin.experiment.comparison import Cell, More
 _log = logging.getLogger(__package__)
 Outcome = dict[str, Any] | Exception
 Work = Callable[["Cell"], dict[str, Any]]

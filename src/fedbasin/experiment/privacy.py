@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +39,31 @@ def calibrated(experiment: Experiment, epsilon: float | None, delta: float | Non
         found = noise_for(epsilon, experiment.rounds, private.delta, _sampling(experiment, private))
         private = replace(private, noise=float(np.ceil(1e4 * found) / 1e4))
     return replace(experiment, method=str(_with(method, private)))
+
+
+def calibrated_methods(
+    experiment: Experiment, methods: Sequence[str], epsilon: float | None, delta: float | None
+) -> list[str]:
+    """Return the methods of a comparison, each `dp` with its noise for the wanted epsilon.
+
+    Args:
+        experiment: what the methods have in common.
+        methods: expressions; those without `dp` stay as they are, but one must have it.
+        epsilon: what all rounds of a run may cost; None keeps the noise.
+        delta: the chance that the guarantee fails; None keeps that of `dp`.
+    """
+    if epsilon is None and delta is None:
+        return list(methods)
+    private = [_private(parse(method, "method")) is not None for method in methods]
+    if not any(private):
+        raise ConfigError(
+            "epsilon and delta: none of the methods adds noise; one must be, such as "
+            "\"dp(fedavg(weighting='uniform'), clip=1.0)\""
+        )
+    return [
+        calibrated(replace(experiment, method=method), epsilon, delta).method if has_dp else method
+        for method, has_dp in zip(methods, private, strict=True)
+    ]
 
 
 def _sampling(experiment: Experiment, private: DP) -> Sampling:

@@ -124,18 +124,19 @@ def check_jobs(experiments: Sequence[Experiment], jobs: int) -> None:
 
 def _why_alone(experiments: Sequence[Experiment]) -> str:
     """Say why no other process can run these; nothing where it can."""
-    mine = ", ".join(from_main(experiments))
+    names = from_main(experiments)
+    mine = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
     file = getattr(sys.modules["__main__"], "__file__", None)
-    if not mine:
+    if not names:
         return _why_not_sent(experiments)
     if file is None or not Path(file).is_file():  # a notebook, or standard input
         return (
-            f"{mine} is defined in this notebook, where other processes cannot find it: move it to "
-            "a module (my_module.py) and import it"
+            f"{mine} defined in this notebook, which other processes cannot import: move the "
+            "definition to a module (my_module.py) and import it"
         )
     if "__main__" not in Path(file).read_text(encoding="utf-8", errors="replace"):
         return (
-            f"{mine} is defined in {Path(file).name}, which other processes must import: put its "
+            f"{mine} defined in {Path(file).name}, which other processes must import: put its "
             'last part below if __name__ == "__main__":'
         )
     return _why_not_sent(experiments)

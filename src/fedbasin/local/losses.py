@@ -163,7 +163,8 @@ class BalancedSoftmax(_Shifted):
 class LogitAdjusted(_Shifted):
     """Shift logits by tau times the log of the classes' shares in all clients' data.
 
-    The server needs every client's class counts for this and sends the shares to all clients.
+    The server needs the class counts of all clients together for this, and sends the shares to all
+    clients. Where counts are private it sees that sum alone.
 
     Args:
         tau: strength of the shift; 0 is the cross-entropy.
@@ -177,8 +178,12 @@ class LogitAdjusted(_Shifted):
 
     def shared(self, context: Context) -> Shift:
         """Send tau log pi."""
-        counts = context.need("class_counts", "logit_adjusted")
-        shift = log_share(counts.sum(0).double())
+        private = context.private_counts
+        if private is not None:
+            total = private.total
+        else:
+            total = context.need("class_counts", "logit_adjusted").sum(0)
+        shift = log_share(total.double())
         # 0 log 0 counts as 0 here: without a shift no class is left out.
         return Shift(self.tau * shift if self.tau else torch.zeros_like(shift))
 

@@ -32,7 +32,7 @@ from fedbasin.core.rng import Key
 MODULUS = 1_032_193  # t
 DEGREE = 4096  # also the most classes that fit into one message
 MOST = MODULUS // 2  # the largest total of a class
-_FEWEST = 3  # the sum over two clients tells either what the other holds
+FEWEST = 3  # the sum over two clients tells either what the other holds
 _LONGEST = {"public key": 1 << 18, "secret key": 1 << 19, "encrypted counts": 1 << 17}
 
 
@@ -91,11 +91,25 @@ def encrypt_counts(public: bytes, counts: Sequence[int] | np.ndarray) -> bytes:
     return bytes(vector.serialize())
 
 
+def encrypt_share(public: bytes, counts: Sequence[int] | np.ndarray, clients: int) -> bytes:
+    """Encrypt one client's rows by class where nobody will know how many rows there are in all.
+
+    No class may have more rows than the sum can hold of each of `clients` clients.
+    """
+    most = MOST // clients
+    if max(counts, default=0) > most:
+        raise PrivateCountsError(
+            f"counts holds {max(counts)}, the most of a class is {most} for each of {clients} "
+            "clients: a larger sum could wrap around unseen"
+        )
+    return encrypt_counts(public, counts)
+
+
 def add_counts(public: bytes, messages: Sequence[bytes], classes: int) -> bytes:
     """Add the clients' encrypted counts: the server's step, refused where it could decrypt."""
-    if len(messages) < _FEWEST:
+    if len(messages) < FEWEST:
         raise PrivateCountsError(
-            f"{len(messages)} messages to add: a sum over fewer than {_FEWEST} clients would tell "
+            f"{len(messages)} messages to add: a sum over fewer than {FEWEST} clients would tell "
             "what one of them holds"
         )
     context = read_public(public)
@@ -105,6 +119,11 @@ def add_counts(public: bytes, messages: Sequence[bytes], classes: int) -> bytes:
     return bytes(total.serialize())
 
 
+def check_counts(public: bytes, message: bytes, classes: int) -> None:
+    """Refuse one client's encrypted counts if they cannot be read."""
+    _vector(read_public(public), message, classes)
+
+
 def decrypt_counts(secret: bytes, message: bytes, classes: int, rows: int) -> list[int]:
     """Decrypt the sum: the holder's step, refused where the sum is not that of `rows` rows.
 
@@ -112,13 +131,14 @@ def decrypt_counts(secret: bytes, message: bytes, classes: int, rows: int) -> li
         secret: the holder's secret key.
         message: what the server added up.
         classes: how many classes there are.
-        rows: how many rows the clients hold together, as they say when they train.
+        rows: how many rows the clients hold together, as they say when they train; 0 where nobody
+            knows, and every client has checked its own counts (`encrypt_share`).
     """
     context = _read_key(secret, "secret key")
     if not context.is_private():
         raise PrivateCountsError("secret key: holds no secret, only its holder can decrypt")
     total = [int(n) for n in _vector(context, message, classes).decrypt()]
-    if min(total) < 0 or sum(total) != rows:
+    if min(total) < 0 or (rows and sum(total) != rows):
         raise PrivateCountsError(
             f"the decrypted counts do not add up to {rows} rows: a class has more than {MOST} "
             "rows in all, a client counted wrongly, or the key is not the one they encrypted with"

@@ -157,7 +157,7 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors; in float64 where float32 does not converge."""
     try:
         values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # torch's stubs leave it out
         largest = matrix.abs().amax().clamp(min=torch.finfo(matrix.dtype).tiny).double()
         values, vectors = torch.linalg.eigh(matrix.double() / largest)
         values = (values * largest).to(matrix.dtype)

@@ -82,6 +82,7 @@ class Notes(NamedTuple):
     ratio: Tensor  # |gamma eta_g g| / |(1 - gamma) x|; infinite (null) at gamma = 1
     proxy_loss_before: Tensor  # with p and the initial gamma; NaN (null) without a proxy set
     proxy_loss_after: Tensor
+    fit_path: Tensor | None = None  # [(E + 1) (C + 1)] lambdas, gamma: at first, after each epoch
 
 
 @entry(
@@ -111,6 +112,7 @@ class FedLAW(Method):
         stop_round: from this round on lambda = p; None fits it in every round.
         server_lr: eta_g, the server's step along the updates.
         weighting: p by ``"samples"`` (n_i) or ``"uniform"``.
+        trace: record lambda and gamma after each epoch too, for ``fedbasin analyze fit``.
         local: rules that clients follow beyond SGD.
     """
 
@@ -127,6 +129,7 @@ class FedLAW(Method):
     stop_round: int | None = None
     server_lr: float = 1.0
     weighting: Weighting = "samples"
+    trace: bool = False
     local: Rules = ()
 
     def __post_init__(self) -> None:
@@ -160,11 +163,14 @@ class FedLAW(Method):
         weights = shares(replies.weights[counted], self.weighting)
         gamma = weights.new_tensor(self.gamma)
         model = first = merge.model(weights, gamma)
+        path = [torch.cat([weights, gamma[None]])]
         stages = self._stages(context)
         if proxy is not None and stages:
             free = merge.curve.inverse(torch.cat([weights, gamma[None]]))
             for number, stage in enumerate(stages):
-                free = self._fit(stage, free, merge, proxy, context.key.fold("fedlaw", number))
+                key = context.key.fold("fedlaw", number)
+                free, walked = self._fit(stage, free, merge, proxy, key)
+                path += [torch.cat([w, g[None]]) for w, g in map(merge.read, walked)]
             weights, gamma = merge.read(free)
             model = merge.model(weights, gamma)
         step = (merge.mean(weights) - server).norm()
@@ -175,6 +181,7 @@ class FedLAW(Method):
             ratio=gamma * step / ((1 - gamma).abs() * server.norm()),
             proxy_loss_before=_loss(proxy, first),
             proxy_loss_after=_loss(proxy, model),
+            fit_path=_placed(torch.stack(path), counted).flatten() if self.trace else None,
         )
         return Served(model, model, notes), state
 
@@ -225,14 +232,16 @@ class FedLAW(Method):
             free[-1] = free[-1].minimum(merge.curve.inverse(most.to(free.dtype)))
         return free
 
-    def _fit(self, stage: Stage, free: Tensor, merge: Mixture, proxy: Proxy, key: Key) -> Tensor:
-        """Return (z, c) after one descent."""
+    def _fit(
+        self, stage: Stage, free: Tensor, merge: Mixture, proxy: Proxy, key: Key
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return (z, c) after one descent, and after each of its epochs."""
         moves = self._moves(stage, free, merge, proxy)
         if not bool(moves.any()):
-            return free
+            return free, []
         guarded = self.guard > 0 and bool(moves[-1])
         adam = Adam.at(free)
-        late: list[Tensor] = []
+        walked: list[Tensor] = []
         best = math.inf
         idle = 0
         for epoch in range(stage.epochs):
@@ -242,9 +251,8 @@ class FedLAW(Method):
                 free, adam = adam.step(free, moves * gradient, stage.rate(epoch))
                 free = self._guarded(free, merge) if guarded else free
                 losses.append(loss)
-            if stage.averages:
-                late += [free] if epoch >= _SETTLE else []
-            elif self.patience:
+            walked.append(free)
+            if self.patience and not stage.averages:
                 mean = float(torch.stack(losses).mean())
                 if mean < best * (1 - _PROGRESS):
                     best = mean
@@ -253,7 +261,15 @@ class FedLAW(Method):
                     idle += 1
                 if idle >= self.patience:
                     break
-        return torch.stack(late).mean(0) if late else free
+        late = walked[_SETTLE:] if stage.averages else []
+        return (torch.stack(late).mean(0) if late else free), walked
+
+
+def _placed(path: Tensor, counted: Tensor) -> Tensor:
+    """Return a path of (lambda, gamma) with a 0 for each client without samples."""
+    wide = path.new_zeros(len(path), len(counted) + 1)
+    wide[:, torch.cat([counted, counted.new_ones(1)])] = path
+    return wide
 
 
 def _ends(mean: Tensor, server: Tensor, ratio: float) -> tuple[Tensor, Tensor]:

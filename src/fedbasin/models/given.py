@@ -16,7 +16,7 @@ def given(shape: Shape, classes: int, *, name: str) -> nn.Module:
         name: its class or function, for the records.
     """
     raise ValueError(
-        f"the network {name} was given as a Python object; give it again, as in "
-        "fedbasin.resume(folder, model=...), or name a function that makes it: "
+        f"the network {name} was given as a Python object; give it again with "
+        "model=, as in fedbasin.resume(folder, model=...), or name a function that makes it: "
         "custom(path='my_module:factory')"
     )

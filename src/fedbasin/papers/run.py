@@ -18,8 +18,9 @@ from fedbasin.core.method import Method
 from fedbasin.core.protocols import shared_prefix
 from fedbasin.core.record import RunFolder
 from fedbasin.experiment import Experiment, from_mapping
+from fedbasin.experiment.comparison import Cell
 from fedbasin.experiment.config import read_config
-from fedbasin.experiment.runs import Branch, Cell
+from fedbasin.experiment.runs import Branch
 from fedbasin.papers.grid import CellRun, fingerprint
 from fedbasin.papers.results import Result, append, read, result_of
 

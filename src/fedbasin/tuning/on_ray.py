@@ -17,8 +17,8 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
+from fedbasin.experiment.comparison import Cell, run_in_child
 from fedbasin.experiment.executors import pick_device
-from fedbasin.experiment.runs import Cell, run_in_child
 from fedbasin.experiment.sharing import StoredDataset, check_jobs, store_all
 from fedbasin.sim.ray_executor import join
 

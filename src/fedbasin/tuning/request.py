@@ -10,8 +10,8 @@ from typing import Any, Literal
 from fedbasin.core.expressions import ExpressionError, parse, text
 from fedbasin.core.space import Space
 from fedbasin.experiment.checks import check_needs
+from fedbasin.experiment.comparison import Cell, slug
 from fedbasin.experiment.config import Experiment
-from fedbasin.experiment.runs import Cell, slug
 from fedbasin.tuning.arguments import (
     STEP_SETTINGS,
     Argument,

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedbasin.core.record import Headline, RunFolder, headline_of, mean_of_last, write_atomically
 from fedbasin.core.settings import write_toml
-from fedbasin.experiment.runs import Cell, run_cells, slug
+from fedbasin.experiment.comparison import Cell, run_cells, slug
 from fedbasin.tuning import points
 from fedbasin.tuning.request import Request
 

@@ -35,7 +35,7 @@ from fedbasin.deploy.secure.keys import (
 from fedbasin.deploy.secure.masks import Mask, add_masks
 from fedbasin.deploy.secure.server import PublicKeys, pairwise_mask
 from fedbasin.deploy.secure.settings import SECURE, Session
-from fedbasin.deploy.wire import Refused, the_record
+from fedbasin.deploy.wire import Refused, number, the_record
 
 KEYS = "secure-keys"  # the questions of the protocol
 SHARES = "secure-shares"
@@ -74,6 +74,16 @@ class SecureClient:
                 f"this client takes part in secure aggregation alone and sends no {what}: run the "
                 "server with secure=Secure(...) and without evaluation on clients"
             )
+
+    def check_sum(self, config: ConfigRecord) -> None:
+        """Refuse to add encrypted class counts to a sum over few clients."""
+        if self.floor:
+            clients = number(config, "clients", least=0)
+            if clients < self.floor:
+                raise Refused(
+                    f"class counts are added up over {clients} clients, this client takes part "
+                    f"from {self.floor} on"
+                )
 
     def answer(self, content: RecordDict) -> RecordDict:
         """Answer one of the protocol's questions."""

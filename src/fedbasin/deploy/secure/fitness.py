@@ -35,11 +35,11 @@ def check_secure(
 ) -> None:
     """Refuse a run in which the server would have to see what a single client sends."""
     weighting = check_method(method)
-    if "class_counts" in needs_of(method):
+    if "class_counts" in needs_of(method) and server.counts != "private":
         raise ValueError(
-            f"secure: {method} needs the clients' class counts, which are not added up masked; "
-            "leave them out, or take a rule that uses a client's own counts alone, such as "
-            "balanced_softmax"
+            f"secure: {method} needs the clients' class counts: give "
+            "server=ServerSide(counts='private'), where the server sees their sum alone, or take a "
+            "rule that uses a client's own counts, such as balanced_softmax"
         )
     if handling.guard is not None:
         raise ValueError(

@@ -124,8 +124,11 @@ class Session:
         return (1 << (self.bits - 1)) - 1
 
     def info(self, purpose: str, *clients: int) -> bytes:
-        """Return what keys and hashes of this session are bound to."""
-        parts = (_VERSION, purpose, self.run, self.round, self.attempt, *clients)
+        """Return what keys and hashes of this session are bound to: all that was agreed on.
+
+        Clients that were told different sessions cannot open each other's shares.
+        """
+        parts = (_VERSION, purpose, *asdict(self).values(), *clients)
         return "/".join(map(str, parts)).encode()
 
     def record(self) -> ConfigRecord:

@@ -12,13 +12,16 @@ chooses the event that describes how cohorts were drawn:
 from __future__ import annotations
 
 import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from fedbasin.core.method import Sampling
 
-# Orders of Renyi's divergence. Fractions matter for large epsilon alone; where little noise makes
-# one of them diverge, the accountant warns and leaves it out.
+# Orders of Renyi's divergence. Fractions matter for large epsilon alone. Where little noise makes
+# one of them diverge, the accountant leaves it out: epsilon is then no smaller than it should be.
 _ORDERS = (1.6, 1.65, 1.7, 1.75, 2.5, 3.5, *range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
 _LEAST_NOISE = 0.05  # less costs an epsilon of hundreds in one round
 _WHOLE_ORDERS = tuple(order for order in _ORDERS if order == int(order))
@@ -45,23 +48,36 @@ def epsilon(noise: float, rounds: int, delta: float, sampling: Sampling) -> floa
     """
     make, event = _parts(sampling)
     accountant = make()
-    accountant.compose(event(noise), rounds)
-    return float(accountant.get_epsilon(delta))
+    with _quiet():
+        accountant.compose(event(noise), rounds)
+        return float(accountant.get_epsilon(delta))
 
 
 def noise_for(wanted: float, rounds: int, delta: float, sampling: Sampling) -> float:
     """Return the smallest noise z at which all rounds cost no more than the wanted epsilon."""
     make, event = _parts(sampling)
     dp = _package()
-    return float(
-        dp.calibrate_dp_mechanism(
+    with _quiet():
+        found = dp.calibrate_dp_mechanism(
             make,
             lambda z: dp.SelfComposedDpEvent(event(z), rounds),
             wanted,
             delta,
             dp.LowerEndpointAndGuess(_LEAST_NOISE, 1.0),
         )
-    )
+    return float(found)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the accountant from warning of every order that it leaves out."""
+    log = logging.getLogger("absl")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _package() -> Any:
