@@ -268,11 +268,13 @@ def test_a_folder_of_runs_is_told_from_one_of_none(tmp_path):
     assert "runs below it" not in str(invoke("resume", str(tmp_path / "none")).exception)
 
 
-def test_tables_are_not_cut_off_in_a_pipe():
+def test_tables_are_not_cut_off_in_a_pipe_and_are_plain_there():
     command = [sys.executable, "-m", "fedbasin", "paper", "list", "ima/table1"]
     environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    environment["FORCE_COLOR"] = "1"  # as a notebook's `!` and `%%bash` do
     shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert "…" not in shown.stdout and "fedgma+ima" in shown.stdout
+    assert "\x1b" not in shown.stdout
 
 
 def test_debug_shows_the_traceback(monkeypatch):

@@ -38,9 +38,14 @@ _QUIET_SECONDS = 60  # between two lines of output without a terminal
 
 
 def wide_console() -> Console:
-    """Return a console that is wide enough for tables if output goes to a file or a pipe."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
+    """Return a console that is wide enough for tables if output goes to a file or a pipe.
+
+    It is plain there. FORCE_COLOR, which notebooks set for commands, would make a bar of thousands
+    of lines.
+    """
+    if sys.stdout.isatty():
+        return Console()
+    return Console(width=None if "COLUMNS" in os.environ else 160, force_terminal=False)
 
 
 def console_for_a_bar() -> Console:
