@@ -16,12 +16,14 @@ from torch import nn
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
 from deploy.grids import LocalGrid, app_for, strategy_for
+from deploy.parties import SESSION
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 import fedbasin.methods  # noqa: F401  (fills the catalogue)
 from fedbasin.core.catalogue import cards, needs_of
 from fedbasin.core.expressions import parse
 from fedbasin.core.protocols import NeedsGradients
+from fedbasin.core.rng import root
 from fedbasin.core.tree import flatten
 from fedbasin.deploy import (
     ClientSetup,
@@ -35,6 +37,7 @@ from fedbasin.deploy import (
 from fedbasin.deploy import client as client_side
 from fedbasin.deploy.clients import ASK, TooFewNodes
 from fedbasin.deploy.secure.client import KEYS, SHARES, STAGES, UNMASK
+from fedbasin.deploy.wire import Refused
 from fedbasin.local.private_counts import make_keys
 from fedbasin.methods import FedAvg
 from fedbasin.testing import toy_federation
@@ -416,6 +419,20 @@ def test_runs_of_one_seed_train_on_other_batches(monkeypatch):
     models = [run("fedavg", FINE)[0]._server.send for _ in range(2)] + [alike.send]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert (models[a] - models[b]).abs().max() > 1e-5
+
+
+def test_batches_differ_by_run_and_start(monkeypatch):
+    monkeypatch.undo()
+
+    def key(**changes):
+        session = replace(SESSION, **changes)
+        config = ConfigRecord({"fedbasin-name": session.run})
+        return client_side._session_key(session, root(0), session.round - 1, config)
+
+    assert key() == key()
+    assert len({key(), root(0), key(attempt=2), key(run="ab13")}) == 4
+    with pytest.raises(Refused, match="not the one that keys were made for"):
+        client_side._session_key(SESSION, root(0), 7, ConfigRecord({"fedbasin-name": SESSION.run}))
 
 
 def test_a_resumed_run_starts_a_new_attempt_with_new_batches(tmp_path):

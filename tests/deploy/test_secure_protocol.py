@@ -688,6 +688,23 @@ def test_malformed_messages_are_refused_with_a_reason():
     assert len(refused) == 7 and all(count > FUZZ // 30 for count in refused), refused
 
 
+@pytest.mark.parametrize(("bits", "most"), [(30, 4), (24, 256), (31, 2)])
+def test_the_largest_sum_fits_into_signed_words(bits, most):
+    session = replace(SESSION, bits=bits, clients=most, clip=1.0, weighting="uniform")
+    for update in (1.0, -1.0):
+        total = np.zeros(1, np.uint32)
+        for _ in range(most):
+            words = np.empty(1, np.uint32)
+            quantise(np.array([update]), words, 1.0, 1.0, session)
+            total += words
+        sums = Sums.of(Numbers(most, most, 0, 0, 0, 1, 1, 1, 1, 1).words(session), most, session)
+        mean = np.zeros(1)
+        restore(total, mean, 1.0, sums.shares, sums, session)
+        assert mean[0] == pytest.approx(update, abs=1e-12)
+    with pytest.raises(Refused, match=f"take at most {most} clients a round"):
+        replace(session, clients=most + 1)
+
+
 def test_sessions_are_read_with_bounds():
     draws = np.random.default_rng(0)
     taken = 0
