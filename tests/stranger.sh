@@ -40,7 +40,7 @@ PYTHON
 step "own CSV compared" runs/own/report.html \
     fedbasin compare fedavg scaffold --data patients.csv --target died --client hospital --task binary \
     --model "mlp(widths=(16,))" --rounds 20 --seeds 0..2 --out runs/own
-step "install Flower (make .venv/.flower)" .venv/bin/flwr make .venv/.flower
+step "install Flower (pip install '.[flower]')" .venv/bin/flwr pip install -c constraints.txt '.[flower]'
 step "new app for own tables" my_app/my_app/encoding.json \
     fedbasin flower new my_app --data sample.csv --target died --set task=binary --set rounds=2
 step "own federation on loopback, TLS" runs/federation/run/model.safetensors \

@@ -258,7 +258,7 @@ def test_a_comparison_that_is_stopped_says_how_to_go_on_with_all_of_it(
     with pytest.raises(SystemExit) as left:
         main()
     said = " ".join(capsys.readouterr().err.split())
-    assert left.value.code == 130 and f"Go on with the same command and --out {out}" in said
+    assert left.value.code == 130 and f"Resume with the same command and --out {out}" in said
 
 
 def test_a_folder_of_runs_is_told_from_one_of_none(tmp_path):

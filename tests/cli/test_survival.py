@@ -142,7 +142,7 @@ def test_runs_stop_and_save_where_the_process_that_began_them_is_gone(number, tm
     (os.killpg if number == signal.SIGTERM else os.kill)(process.pid, number)
     output, _ = process.communicate(timeout=60)  # until nobody holds it: the others are gone too
     assert process.returncode == -number
-    assert (f"Go on with the same command and --out {out}" in output) == (number == signal.SIGTERM)
+    assert (f"Resume with the same command and --out {out}" in output) == (number == signal.SIGTERM)
     for folder in folders:
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["status"] == "stopped"

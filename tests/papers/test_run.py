@@ -181,6 +181,23 @@ def test_show_says_why_a_cell_is_missed_and_nothing_of_one_that_is_not():
     assert missed.count("why (") == 1 and "dir0.5; argued): It is mu, which" in missed
 
 
+def test_show_opens_with_verdicts_and_explains_marks():
+    def show(*cells):
+        done = CliRunner().invoke(app, ["paper", "show", *cells], env={"COLUMNS": "250"})
+        return done.output
+
+    output = show("fedwcm/table1")
+    judged = [
+        any(verdict in line for verdict in (" near ", " gain ", " missed"))
+        for line in output.splitlines()
+        if line.startswith("│")
+    ]
+    assert True in judged and False in judged and judged == sorted(judged, reverse=True)
+    assert "unreadable" not in output
+    lost = show("ima/table1", "--columns", "fmnist cnn shards2")
+    assert lost.count("unreadable: printed, but lost in our copy of the paper") == 1
+
+
 def test_markdown_is_of_the_cells_that_were_asked_for(invoke, tmp_path):
     invoke("run", "x/table1", "--rows", "fedavg*", "--columns", "digits", "--jobs", "1")
     averaged, plain = sorted(

@@ -241,6 +241,7 @@ def show(
 ) -> None:
     """Show paper and ours side by side: difference, and gain over the baseline of both.
 
+    Cells with a verdict come first.
     A verdict is near (within 3 points), gain (the direction and at least half of the gain) or
     missed, with what its reason rests on; reasons are printed below. The direction says whether
     our gain has the sign of the paper's. Runs of fewer rounds than the paper's, or on a part of its
@@ -352,11 +353,13 @@ def _print_beside(
     from fedbasin.papers.beside import HEADER, basis, compare_lines
     from fedbasin.papers.page import findings_of, trials_of
     from fedbasin.papers.results import served
+    from fedbasin.papers.tables import MARKS
 
     lines = served(table, results)
     cells = compare_lines(table, lines, [(row, col) for col in columns for row in rows])
     if only_ours:
         cells = [cell for cell in cells if cell.ours]
+    cells.sort(key=lambda cell: not cell.judged)  # those with a verdict first
     trials = trials_of(table, lines, rows, columns)
     if not cells and not trials:
         return
@@ -364,6 +367,8 @@ def _print_beside(
     for cell in (*cells, *trials):
         grid.add_row(*(Text(text) for text in cell.line.cells))
     console.print(grid)
+    for mark in dict.fromkeys(cell.published.mark for cell in cells if cell.published.mark):
+        console.print(Text(f"{mark}: {MARKS[mark]}"), soft_wrap=True)
     missed = {(c.row.name, c.column.name) for c in cells if c.verdict == "missed"}
     for finding in findings_of(table, missed):
         told = f"why ({finding.cells}; {basis(finding, lines)}): {finding.text}"

@@ -8,9 +8,9 @@ and after each cycle the global model joins the mean
 
     u <- (q u + w) / (q + 1),  q <- q + 1,   when (t - t_s + 1) mod c = 0.
 
-Training goes on from w; u is what is scored once there is one. With `feedback` clients go on from
-the mean after each cycle, of what the inner method sends where that is not what it scores; that is
-server averaging. A cycle whose last round brings no reply adds nothing.
+Training continues from w. Once u exists, it is scored. With `feedback` clients continue from the
+mean after each cycle (server averaging). If the inner method sends another model than it scores,
+that is the mean of the models it sends. A cycle whose last round brings no reply adds nothing.
 
 Departures from the paper: the authors' release takes its snapshot after the first, largest-lr
 round of a cycle; here it is taken at the end, as the paper says. Cycles start at t_s.
