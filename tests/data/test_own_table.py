@@ -435,11 +435,15 @@ def test_the_name_tells_content_apart():
         made(frame).name,
         made(frame.assign(age=frame["age"] + 1e-2 * np.arange(200))).name,
         made(frame.assign(died=1 - frame["died"])).name,
+        made(frame.assign(died=frame["died"] * 0.5)).name,  # numbers: the same rows are held out
+        made(frame.assign(died=frame["died"] * 0.7)).name,
         made(frame, test=0.3).name,
+        made(frame[:150], test=frame[150:]).name,
+        made(frame[:150], test=frame[150:].assign(visits=3)).name,
         from_table(frame, "died", drop=["hospital"], name="p").name,
         made(frame.replace({"hospital": {"east": "west"}})).name,
     }
-    assert len(names) == 6 and made(frame).name in names
+    assert len(names) == 10 and made(frame).name in names
 
 
 numbers = st.floats(-1e30, 1e30)
