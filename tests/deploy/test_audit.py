@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord
 from fedbasin.cli.app import app as command
 from fedbasin.core.expressions import parse
 from fedbasin.deploy import Guard
-from fedbasin.deploy.audit import FIRST, AuditTrail, check
+from fedbasin.deploy.audit import FIRST, AuditedRound, AuditTrail, MergedReply, check
 from fedbasin.testing import toy_federation
 
 
@@ -75,6 +75,15 @@ def test_norms_are_those_of_the_updates(tmp_path, streamed):
         expected = np.sqrt(sum(float((move**2).sum()) for move in moves))
         assert merged["norm"] == (None if streamed else pytest.approx(expected))
         assert merged["weight"] == [16, 9, 7, 5, 3, 1][merged["client"]]
+
+
+def test_a_length_beyond_float32_is_null(tmp_path):
+    trail = AuditTrail(tmp_path / "merged.jsonl")
+    merged = [MergedReply(0, "", 1.0, float("inf")), MergedReply(1, "", 1.0, 2.0)]
+    trail.add(AuditedRound(1, [0, 1], merged))
+    (line,) = lines_of(tmp_path)
+    assert [each["norm"] for each in line["merged"]] == [None, 2.0]
+    assert not check(tmp_path / "merged.jsonl").broken
 
 
 def test_what_the_guard_does_is_in_the_trail(tmp_path):

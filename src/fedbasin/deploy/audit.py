@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -72,11 +73,15 @@ class AuditedRound:
     refused: Sequence[Refusal] = ()
 
     def plain(self) -> dict[str, Any]:
-        """Return the round as plain values for JSON."""
+        """Return the round as plain values for JSON; a length beyond float32 is null."""
+        finite = [
+            each if math.isfinite(each.norm or 0.0) else each._replace(norm=None)
+            for each in self.merged
+        ]
         return {
             "round": self.round,
             "asked": list(self.asked),
-            "merged": [each._asdict() for each in self.merged],
+            "merged": [each._asdict() for each in finite],
             "bounded": [each._asdict() for each in self.bounded],
             "refused": [each._asdict() for each in self.refused],
         }
