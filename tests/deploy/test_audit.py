@@ -202,6 +202,21 @@ def test_a_line_that_a_power_cut_tore_is_kept_and_named(tmp_path):
     assert check(file).broken == "line 2 is damaged"
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_trail_that_is_a_link_leads_nowhere(tmp_path, exists):
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    run(folder=folder, rounds=1)
+    if exists:
+        victim.write_bytes((folder / "merged.jsonl").read_bytes())
+        before = victim.read_bytes()
+    (folder / "merged.jsonl").unlink()
+    (folder / "merged.jsonl").symlink_to(victim)
+    run(folder=folder, rounds=2)
+    assert victim.read_bytes() == before if exists else not victim.exists()
+    assert lines_of(folder)[-1]["round"] == 2
+    assert not (folder / "merged.jsonl").is_symlink()
+
+
 def test_nothing_is_written_without_a_folder():
     trail = AuditTrail(None)
     trail.begin(0)

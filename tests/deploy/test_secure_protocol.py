@@ -581,7 +581,7 @@ def test_any_message_of_the_protocol_may_be_changed_on_its_way():
         except RoundFailed as reason:
             assert "client" in str(reason)
             failed += 1
-    assert 0 < failed < FUZZ // 15
+    assert failed <= FUZZ // 60  # one client that errs seldom costs the others the round
 
 
 def test_two_clients_that_were_told_different_mask_keys_take_no_part():

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedbasin.core.files import replacing
+
 FIRST = "0" * 64  # what stands for the line before the first
 FILE = "merged.jsonl"
 
@@ -119,6 +121,8 @@ class AuditTrail:
         Args:
             finished: rounds that the run has finished; later rounds are repeated.
         """
+        if self.file is not None and self.file.is_symlink():
+            _own_copy(self.file)
         if self.file is None or not self.file.exists():
             return Checked(0, FIRST)
         found = check(self.file)
@@ -144,6 +148,13 @@ class AuditTrail:
             stream.flush()
             os.fsync(stream.fileno())
         self.head = _hash(line)
+
+
+def _own_copy(link: Path) -> None:
+    """Put a file in the place of a link: what it leads to is not the run's to write to."""
+    data = link.read_bytes() if link.exists() else b""
+    with replacing(link) as temporary:
+        temporary.write_bytes(data)
 
 
 def check(file: Path) -> Checked:
