@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -654,11 +654,6 @@ def facts(experiment: Experiment) -> dict[str, Any]:
     """Return what a summary records about how a run was made."""
     device = pick_device(experiment.sim.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    versions = {
-        package: metadata.version(package)
-        for package in ("fedbasin", "torch", "numpy")
-        if _installed(package)
-    }
     return {
         "method": experiment.method,
         "seed": experiment.seed,
@@ -668,9 +663,22 @@ def facts(experiment: Experiment) -> dict[str, Any]:
         "partition": experiment.partition.how,
         "device": f"{device} ({name})",
         "python": platform.python_version(),
-        "versions": versions,
-        "commit": commit_of(Path(__file__)),
+        "versions": dict(_versions()),
+        "commit": _own_commit(),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Return the versions of what a run depends on."""
+    packages = ("fedbasin", "torch", "numpy")
+    return {package: metadata.version(package) for package in packages if _installed(package)}
+
+
+@cache
+def _own_commit() -> str | None:
+    """Return the commit of the code that this process runs."""
+    return commit_of(Path(__file__))
 
 
 def _installed(package: str) -> bool:
