@@ -24,7 +24,8 @@ cd "$scratch/clone"
 step "install (make .venv/.core)" .venv/bin/fedbasin make .venv/.core
 PATH=$scratch/clone/.venv/bin:$PATH
 step "first table (compare --preset demo)" runs/first/report.html \
-    fedbasin compare fedavg "ima(fedavg)" "wima(scaffold, window=20)" --preset demo --out runs/first
+    fedbasin compare fedavg "ima(fedavg)" "wima(scaffold, window=20)" --preset demo --seeds 0..9 \
+    --out runs/first
 
 python - <<'PYTHON'
 import random

@@ -1,11 +1,22 @@
-"""The blocks of docs/pretrained.md run as written, on a small encoder."""
+"""docs/pretrained.md: its blocks run, on a small encoder, and its tables are those of the lines."""
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy import stats
 
-PAGE = (Path(__file__).parents[1] / "docs" / "pretrained.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "pretrained.md").read_text(encoding="utf-8")
+SPEC = importlib.util.spec_from_file_location("p", ROOT / "examples" / "pretrained_text.py")
+EXAMPLE = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(EXAMPLE)
+FILE = ROOT / "examples" / "results" / "pretrained_text.jsonl"
+LINES = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
+DATA = sorted({line["data"] for line in LINES})
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -44,3 +55,38 @@ def test_the_block_of_texts(tmp_path, monkeypatch):
     }
     result = run(BLOCKS[0], given)["result"]
     assert result["rounds"] == 2 and result["clients"] == 2
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_the_page_has_the_tables_of_the_lines(data):
+    made = EXAMPLE.table(LINES, data)
+    assert made.count("\n") > 3 and made in PAGE
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_rates_are_chosen_on_validation_rows_among_all_rates(data):
+    lines = [line for line in LINES if line["data"] == data]
+    for pair, rate in EXAMPLE.best_rates(lines).items():
+        tried = {
+            line["lr"]: line["accuracy"]
+            for line in lines
+            if (line["network"], line["method"], line["part"]) == (*pair, "validation")
+        }
+        assert sorted(tried) == [0.3, 1, 2, 3, 6] and tried[rate] == max(tried.values())
+
+
+def test_a_difference_is_paired_by_seed_with_the_interval_of_scipy():
+    def of(method):
+        found = {
+            line["seed"]: 100 * line["accuracy"]
+            for line in LINES
+            if line["data"] == "clinc150" and line["network"] == "head"
+            and (line["method"], line["part"], line["lr"]) == (method, "test", 2)
+        }  # fmt: skip
+        return np.array([found[seed] for seed in range(5)])
+
+    gaps = of("wima(fedavg, window=5)") - of("fedavg")
+    low, high = stats.t.interval(0.95, 4, gaps.mean(), stats.sem(gaps))
+    (row,) = [x for x in EXAMPLE.table(LINES, "clinc150").splitlines() if "| head | `wima" in x]
+    assert f"| {gaps.mean():+.2f} ± {(high - low) / 2:.2f} |" in row
+    assert f"{of('wima(fedavg, window=5)').mean():.2f} ± " in row

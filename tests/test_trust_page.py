@@ -1,6 +1,7 @@
 """docs/methods/trust.md against the lines of the runs it speaks of."""
 
 import importlib.util
+import json
 from pathlib import Path
 from statistics import mean
 
@@ -119,3 +120,21 @@ def test_non_iid_rows_alone_look_like_an_attack_and_buckets_help():
         assert one(rule, 1) + 3 < one(rule, 2) < one("mean", 1) - 20
     for rule in ("mean", "rfa"):
         assert one(rule, 2) < one(rule, 1)
+
+
+def test_what_secure_aggregation_costs_is_what_was_measured():
+    """docs/secure_aggregation.md against the output of its benchmark."""
+    page = (ROOT / "docs" / "secure_aggregation.md").read_text(encoding="utf-8")
+    measured = (ROOT / "benchmarks" / "deploy" / "results" / "secure.json").read_text()
+    secure, plain = map(json.loads, measured.splitlines())
+    assert (secure["clients"], secure["lost"], secure["parameters"]) == (20, 3, 11_173_962)
+    for ends in (
+        f"| {secure['client_seconds']:.2f} | {plain['client_seconds']:.2f} |",
+        f"| {secure['server_seconds']:.2f} | {plain['server_seconds']:.2f} |",
+        f"| {secure['opening_seconds']:.2f} | - |",
+        f"| {secure['up_bytes_a_client'] / 1e6} MB | {plain['up_bytes_a_client'] / 1e6} MB |",
+        f"| {secure['down_bytes_a_client_without_model'] / 1e3:.1f} kB | - |",
+        f"| {secure['server_models']:.1f} | {plain['server_models']:.1f} |",
+        f"| {secure['error_rms']:.1e} | - |",
+    ):
+        assert f"{ends}\n" in page, ends

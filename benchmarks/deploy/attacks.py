@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # the grid of the tests: Flower's messa
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from deploy.grids import LocalGrid, app_for  # noqa: E402
-from flwr.app import Array, ArrayRecord, Message  # noqa: E402
+from flwr.app import Array, ArrayRecord, Error, Message  # noqa: E402
 
 import fedbasin.methods  # noqa: E402, F401  (fills the catalogue)
 from fedbasin.core.catalogue import cards, needs_of  # noqa: E402
@@ -59,7 +59,7 @@ WARM = 25  # rounds of FedAvg before
 MANY = 10**6  # rows that are claimed
 ARGUMENTS = {"fedgen": "fedgen(alpha=1.0, beta=1.0)"}  # its defaults are for a rate of 0.01
 COLUMNS = ("plain", "template")
-BAR = {"number": 0.9, "model": 0.85}  # of the honest accuracy
+BAR = {"nothing": 0.0, "number": 0.9, "model": 0.85}  # of the honest accuracy
 Forge = Callable[["Attack", Message], None]
 
 
@@ -70,16 +70,22 @@ class Attack:
     Args:
         forge_reply: changes what it answers after training.
         forge_answer: changes what it says of itself, its gradients and its evaluations.
+        absent: whether it is not hostile, but fails to train.
     """
 
     forge_reply: Forge | None = None
     forge_answer: Forge | None = None
+    absent: bool = False
     grid: LocalGrid | None = None
     rounds: int = 0  # in which it has trained
 
     def trained(self, client: int, reply: Message) -> Iterable[Message]:
         """Return what arrives in place of a trained model."""
-        if client == CULPRIT and self.forge_reply is not None:
+        if client != CULPRIT:
+            return [reply]
+        if self.absent:
+            return [_error(reply)]
+        if self.forge_reply is not None:
             self.forge_reply(self, reply)
             self.rounds += 1
         return [reply]
@@ -98,13 +104,22 @@ class Attack:
         return arrays
 
 
+def _error(reply: Message) -> Message:
+    """Return what Flower sends for a client that fails."""
+    failed = Message(Error(2, "it does not train"), reply_to=reply)
+    for name in ("_reply_to_message_id", "_src_node_id", "_dst_node_id"):
+        failed.metadata.__dict__[name] = reply.metadata.__dict__[name]
+    return failed
+
+
 @dataclass(frozen=True)
 class Forgery:
     """One thing to forge.
 
     Args:
         what: in words.
-        kind: whether a ``"number"`` is forged, or what is learnt: a ``"model"``.
+        kind: whether a ``"number"`` is forged, or what is learnt: a ``"model"``. ``"nothing"`` is
+            forged where the client is absent: what nine honest clients learn.
         reply: changes the answer after training.
         answer: changes other answers.
         needs: what a method must use to be touched: ``"reports"``, ``"gradients"``, or a need.
@@ -267,7 +282,9 @@ def evaluates_to(**numbers: Any) -> Forge:
     return forge
 
 
+ABSENT = "absent"
 FORGERIES = {
+    ABSENT: Forgery("nothing; one client does not train", kind="nothing"),
     "samples": Forgery(
         "10^6 samples and a junk model; asked, it stated its rows", reply=claims_rows
     ),
@@ -404,7 +421,7 @@ def attacked(case: tuple[str, str, str]) -> Outcome:
     chosen = FORGERIES.get(forgery, Forgery("nothing"))
     federation = federation_of(parse(ARGUMENTS.get(name, name), "method"))
     guard = Guard() if column == "template" else None
-    attack = Attack(chosen.reply, chosen.answer)
+    attack = Attack(chosen.reply, chosen.answer, forgery == ABSENT)
     outcome = Outcome(name, forgery, column, 0.0)
     with tempfile.TemporaryDirectory() as folder:
         strategy = _strategy(federation, Path(folder), guard, chosen.evaluates)
@@ -446,22 +463,24 @@ def cases_of(
     found = []
     for name in methods:
         method = parse(ARGUMENTS.get(name, name), "method")
-        touching = [f for f in forgeries if FORGERIES[f].touches(method)]
+        hostile = [f for f in forgeries if f != ABSENT]
+        touching = [f for f in hostile if FORGERIES[f].touches(method)]
         for column in columns:
-            honest = [""] if column == "plain" else []
+            honest = ["", ABSENT] if column == "plain" else []
             found += [(name, forgery, column) for forgery in [*honest, *touching]]
     return found
 
 
 def method_table(now: list[Outcome], before: list[Outcome]) -> str:
     """Return what forged numbers and hostile models do to each method."""
-    heads = ["method", "honest", "forged numbers: before", "now", "template"]
+    heads = ["method", "honest", "nine of ten", "forged numbers: before", "now", "template"]
     heads += [f"{name}: {when}" for name in ("sign flip", "x100") for when in ("now", "template")]
     rows = []
     for name in dict.fromkeys(each.method for each in now):
         own = [o for o in now if o.method == name]
         old = [o for o in before if o.method == name]
         cells = [f"`{name}`", _text(_accuracy(own, "", "plain"))]
+        cells.append(_text(_accuracy(own, ABSENT, "plain")))
         cells += [_worst(old, "plain"), _worst(own, "plain"), _worst(own, "template")]
         for forgery in ("sign flip", "x100"):
             cells += [_text(_accuracy(own, forgery, column)) for column in COLUMNS]
@@ -478,57 +497,73 @@ def _table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def forgery_table(now: list[Outcome], before: list[Outcome]) -> str:
-    """Return what each forgery does: how many methods it takes below the bar, and to what share."""
+    """Return what each forgery does: how many methods it takes below the bar, and to what share.
+
+    Where a client is refused, the others learn alone: the share of what nine honest clients learn
+    is beside the share of what ten learn.
+    """
     heads = ["forged", "methods", "below the bar: before", "now", "template"]
-    heads += ["lowest share of honest: now", "template", "stopped or not resumed: before", "now"]
+    heads += ["lowest share of ten honest: now", "template", "of nine: now", "template"]
+    heads += ["stopped or not resumed: before", "now"]
     lines = []
     for name, forgery in FORGERIES.items():
-        shares = {}
-        for key, rows, column in (
-            ("before", before, "plain"),
-            ("now", now, "plain"),
-            ("template", now, "template"),
-        ):
-            honest = {o.method: o.accuracy for o in rows if not o.forgery and o.column == "plain"}
-            shares[key] = {
-                o.method: o.accuracy / max(honest.get(o.method, 0.0), 1e-9)
-                for o in rows
-                if o.forgery == name and o.column == column
-            }
-        if not (shares["now"] or shares["template"]):
+        if name == ABSENT:
             continue
-        tried = {m for share in shares.values() for m in share}
-        below = {k: sum(v < BAR[forgery.kind] for v in s.values()) for k, s in shares.items()}
-        lows = {k: min(s, key=lambda m, s=s: s[m]) for k, s in shares.items() if s}
+        ten = {
+            "before": _shares(before, name, "plain", ""),
+            "now": _shares(now, name, "plain", ""),
+            "template": _shares(now, name, "template", ""),
+        }
+        nine = [_shares(now, name, column, ABSENT) for column in COLUMNS]
+        if not (ten["now"] or ten["template"]):
+            continue
+        tried = {method for share in ten.values() for method in share}
+        below = {k: sum(v < BAR[forgery.kind] for v in s.values()) for k, s in ten.items()}
         cells = [
             str(len(tried)),
-            *(f"{below[k]} of {len(shares[k])}" if shares[k] else "" for k in shares),
-            *(
-                f"{shares[k][lows[k]]:.2f} ({lows[k]})" if k in lows else ""
-                for k in ("now", "template")
-            ),
-            *(
-                str(sum(o.forgery == name and bool(o.stopped or not o.resumed) for o in rows))
-                if any(o.forgery == name for o in rows)
-                else ""
-                for rows in (before, now)
-            ),
+            *(f"{below[k]} of {len(ten[k])}" if ten[k] else "" for k in ten),
+            *(_lowest(share) for share in (ten["now"], ten["template"], *nine)),
+            *(_stopped(rows, name) for rows in (before, now)),
         ]
         lines.append([f"{name}: {forgery.what}", *cells])
     return _table(heads, lines)
+
+
+def _shares(rows: list[Outcome], forgery: str, column: str, honest: str) -> dict[str, float]:
+    """Return each method's accuracy under a forgery, as a share of that of honest clients."""
+    usual = {o.method: o.accuracy for o in rows if o.forgery == honest and o.column == "plain"}
+    return {
+        o.method: o.accuracy / max(usual[o.method], 1e-9)
+        for o in rows
+        if o.forgery == forgery and o.column == column and o.method in usual
+    }
+
+
+def _lowest(share: dict[str, float]) -> str:
+    low = min(share, key=lambda method: share[method], default="")
+    return f"{share[low]:.2f} ({low})" if low else ""
+
+
+def _stopped(rows: list[Outcome], forgery: str) -> str:
+    cases = [o for o in rows if o.forgery == forgery]
+    return str(sum(bool(o.stopped or not o.resumed) for o in cases)) if cases else ""
 
 
 def failures(now: list[Outcome]) -> list[str]:
     """Return in words what misses the bar."""
     said = []
     honest = {o.method: o.accuracy for o in now if not o.forgery and o.column == "plain"}
+    nine = {o.method: f"{o.accuracy:.3f}" for o in now if o.forgery == ABSENT}
     for o in now:
         if not o.forgery:
             continue
         kind = FORGERIES[o.forgery].kind
         where = f"{o.method}, {o.forgery}, {o.column}"
         if o.accuracy < BAR[kind] * honest[o.method]:
-            said.append(f"{where}: {o.accuracy:.3f}, honest {honest[o.method]:.3f}")
+            others = nine.get(o.method, "not measured")
+            said.append(
+                f"{where}: {o.accuracy:.3f}, ten honest {honest[o.method]:.3f}, nine {others}"
+            )
         if o.stopped or not o.resumed:
             said.append(f"{where}: {o.stopped or 'does not go on with all clients'}")
         if o.blamed:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Cells of the papers' tables on a GPU, in the order of what they tell for their time.
 #
-#   benchmarks/evidence/papers_gpu.sh RESULTS [PART...]     PART: first, ima, law, wima, wcm, cda, more
+#   benchmarks/evidence/papers_gpu.sh RESULTS [PART...]     PART: first, why, ima, law, wima, wcm, cda, more
 #
 # RESULTS is the file that lines are added to; begin with a copy of those that ship with fedbasin
 # (src/fedbasin/papers/results/*.jsonl), which are then not run again. Run folders lie in RUNS
@@ -55,6 +55,14 @@ first() { # one full-length pair of each paper that fits (about 9 minutes with o
     run ima/table1 --rows "fedgma,fedgma+ima" --columns "fmnist cnn dir0.1" --seeds 0
     # 2 x 40
     run fedcda/table1 --rows "fedavg,fedcda" --columns "fmnist dir0.1" --seeds 0 --rounds 0.25
+}
+
+why() { # the trials that reasons of misses name: with their lines a reason is shown, not argued
+    run fedcda/table1 --trials "*" --seeds 0                                                 # 1200
+    run fedlaw/table3 --trials "*" --seeds 8                                                 # 600
+    run fedlaw/table1 --trials "*" --seeds 8                                                 # 200
+    run fedwcm/table3 --trials "*" --seeds 0                                                 # 700
+    run fedwcm/table1 --trials "*" --seeds 0                                                 # 60
 }
 
 ima() { # Table 2 first: its methods without averaging keep what all the others go on from

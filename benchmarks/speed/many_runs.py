@@ -3,10 +3,11 @@
     python benchmarks/speed/many_runs.py --out many_runs.json
 
 `one`: a run of the demo, data included. `many`: runs of the demo with FedAvg, one seed each, side
-by side and one after another. `demo`: all its methods with three seeds. `steps`: microseconds of a
-client-step of an MLP 784-64-10, batch 10, by number of clients. `auto`: `sim.executor = "auto"`
-beside the faster of loop and cohort on a grid of networks, data and numbers of clients, each in a
-process of its own, so first calls count.
+by side and one after another. `peers`: the same runs in FedJAX and in FedLab (`peers/demo.py`), in
+environments of their own, compiling included. `demo`: all its methods with three seeds. `steps`:
+microseconds of a client-step of an MLP 784-64-10, batch 10, by number of clients. `auto`:
+`sim.executor = "auto"` beside the faster of loop and cohort on a grid of networks, data and numbers
+of clients, each in a process of its own, so first calls count.
 
 Every measurement is a process of one thread. Numbers are the least over the turns.
 """
@@ -19,10 +20,13 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
-PARTS = ("one", "many", "demo", "steps", "auto")
+PARTS = ("one", "many", "peers", "demo", "steps", "auto")
+PEERS = {"FedJAX": "fedjax", "FedLab": "fedlab"}
 NETWORKS = ("logistic", "mlp(widths=(64,))", "mlp(widths=(512, 256))", "lenet")
+HERE = Path(__file__).resolve().parent
 COHORTS = (2, 5, 20)  # with NETWORKS, 12 settings of the grid
 
 
@@ -42,8 +46,11 @@ def runs(methods: list[str], count: int, **sim) -> float:
     with tempfile.TemporaryDirectory() as folder:
         layout = cells(demo(**sim), methods, range(count), Path(folder))
         began = time.process_time()
-        run_cells(layout)
-        return time.process_time() - began
+        summaries = run_cells(layout)
+        spent = time.process_time() - began
+    scores = [summary["accuracy_mean_last10"] for summary in summaries]
+    print(f"  accuracy {100 * sum(scores) / len(scores):.2f}")
+    return spent
 
 
 def steps(way: str, clients: int) -> float:
@@ -101,10 +108,34 @@ def measured(task: list) -> float:
 
 def apart(task: list) -> float:
     """Measure in a process of its own."""
-    command = [sys.executable, __file__, "--task", json.dumps(task)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if task[0] == "peer":
+        return peer(*task[1:], one_thread)
+    command = [sys.executable, __file__, "--task", json.dumps(task)]
     done = subprocess.run(command, env=one_thread, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
+    *said, number = done.stdout.splitlines()
+    for line in said:
+        print(line)
+    return float(number)
+
+
+def peer(name: str, count: int, environment: dict[str, str]) -> float:
+    """Return a peer's CPU-seconds of runs of the demo; say what else it measured."""
+    import cpu
+    from peers import demo as shared
+
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder) / "work.npz"
+        shared.write(work, count)
+        command = [cpu.interpreter(name, install=True), "-m", f"peers.demo_{name}", str(work)]
+        done = subprocess.run(
+            command, env=environment, cwd=HERE, capture_output=True, text=True, check=True
+        )
+    said = json.loads(done.stdout)
+    seconds = said["seconds"]
+    accuracy = sum(said["accuracies"]) / count
+    print(f"  accuracy {accuracy:.2f}, first run {seconds[0]:.2f} s, last {seconds[-1]:.2f} s")
+    return float(said["preparing"] + sum(seconds))
 
 
 def tasks(options: argparse.Namespace) -> dict[str, list]:
@@ -120,18 +151,18 @@ def tasks(options: argparse.Namespace) -> dict[str, list]:
         found |= {"many, loop": ["runs", ["fedavg"], options.runs, loop]}
         found |= {"many, one after another": ["runs", ["fedavg"], options.runs, after]}
         found |= {"many, beside": ["runs", ["fedavg"], options.runs, beside]}
+    if "peers" in options.parts:
+        for name, module in PEERS.items():
+            found[f"peers, {name}"] = ["peer", module, options.runs]
     if "demo" in options.parts:
         found |= {"demo, loop": ["runs", list(DEMO_METHODS), 3, loop]}
         found |= {"demo, beside": ["runs", list(DEMO_METHODS), 3, beside]}
     if "steps" in options.parts:
-        for clients in (5, 20, 100, 300):
-            for way in ("loop", "generic", "dense"):
-                found[f"steps of {clients}, {way}"] = ["steps", way, clients]
+        for clients, way in product((5, 20, 100, 300), ("loop", "generic", "dense")):
+            found[f"steps of {clients}, {way}"] = ["steps", way, clients]
     if "auto" in options.parts:
-        for model in NETWORKS:
-            for clients in COHORTS:
-                for executor in ("loop", "cohort", "auto"):
-                    found[f"{model}, {clients}, {executor}"] = ["grid", executor, model, clients]
+        for model, clients, executor in product(NETWORKS, COHORTS, ("loop", "cohort", "auto")):
+            found[f"{model}, {clients}, {executor}"] = ["grid", executor, model, clients]
     return found
 
 

@@ -9,12 +9,16 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from fedbasin import Experiment, LocalConfig, PartitionConfig, SimConfig, SnapshotConfig, build, run
 from fedbasin.analyze import CATALOGUE, AnalysisError, Options, find
 from fedbasin.analyze.coherence import gradient_coherence
-from fedbasin.analyze.draw import _looks, _name_places, draw
+from fedbasin.analyze.draw import _draw_lines, _looks, _name_places, draw
+from fedbasin.analyze.show_model import _bounds
 from fedbasin.analyze.subject import label, resolve
 from fedbasin.cli import app, main
 from fedbasin.cli.analyze import read_groups
@@ -326,6 +330,11 @@ def test_the_gradient_of_a_round_is_that_of_all_rows_at_its_start(runs):
         alike = series(found, "cosine of step and steepest descent", f"{name}, clients alike")
         mean = -moved.mean(0)
         assert alike.y[-1] == pytest.approx(float(slope @ mean / slope.norm() / mean.norm()), 1e-4)
+        errors = panel(found, "epsilon_r / |grad f|^2, least over gamma").series
+        taken, even = (e.y for e in errors if e.name in (name, f"{name}, clients alike"))
+        closer = sum(a < b - 1e-6 for a, b in zip(taken, even, strict=True))
+        assert any(f"{name}: " in n and f"closer in {closer} of 2 rounds" in n for n in found.notes)
+        assert taken[-1] == pytest.approx(1 - max(wanted, 0) ** 2, rel=1e-4)
 
 
 def test_lines_of_one_run_have_one_colour_and_a_style_each():
@@ -340,6 +349,14 @@ def test_lines_of_one_run_have_one_colour_and_a_style_each():
     assert len({look for look in looks("x, head", "x, middle", "x, tail")}) == 3
 
 
+def test_the_guard_binds_where_the_ratio_is_at_its_least_again_and_again():
+    ratios = (5.0, 5.001, float("inf"), 5.2, 9.0)
+    told = _bounds((0.9, 0.95, 1.0, 1.1, 0.99), ratios)
+    assert told.startswith("gamma is 1 in 1 of 5 rounds")
+    assert "the guard binds in 2, where r is 5; above 1 in 1" in told
+    assert "binds" not in _bounds((0.9, 0.95), (5.0, 5.2))
+
+
 def test_the_ratio_of_divergences_is_that_of_the_records(runs):
     (subject,) = subjects(runs, "fedcda")
     found = find("selection")([subject])
@@ -347,6 +364,35 @@ def test_the_ratio_of_divergences_is_that_of_the_records(runs):
     notes = [record.notes for record in subject.records]
     wanted = [one["divergence"] / one["divergence_newest"] for one in notes]
     assert ratio.y == pytest.approx(wanted) and min(ratio.y) < 1 == max(ratio.y)
+
+
+@pytest.mark.parametrize(
+    ("names", "beside"),
+    [
+        ("ab", False),
+        ("abcdef", True),
+        (["short", "fedlaw(" + "epochs=20, " * 5 + "), group 1"], True),
+    ],
+)
+def test_a_legend_that_would_cover_the_lines_stands_beside_them(names, beside):
+    figure = Figure()
+    axes = figure.add_subplot()
+    _draw_lines(axes, Lines("", "round", "", tuple(Line(n, (1.0, 2.0), (1.0, 2.0)) for n in names)))
+    FigureCanvasAgg(figure).draw()
+    edge = axes.get_window_extent().x1
+    assert (axes.get_legend().get_window_extent().x0 >= edge) == beside
+
+
+def test_a_long_legend_takes_no_room_from_its_panel(tmp_path):
+    name = "fedlaw(learn='gamma', guard=0.0, epochs=20), group 1 with 2"
+    both = (Line(name, (1.0,), (1.0,)), Line("fedavg", (1.0,), (1.0,)))
+    one = Lines("one", "round", "", both)
+    plain = Lines("two", "round", "", both[1:])
+    widths = []
+    for panel in (one, plain):
+        picture = draw(Analysis("a", "a", "", (), (panel, panel), ()), tmp_path / "a.png")
+        widths.append(imread(picture).shape[1])
+    assert widths[0] - widths[1] > 2 * 130 * 3  # three inches a legend
 
 
 def test_names_of_marks_that_lie_close_do_not_cover_each_other():

@@ -11,7 +11,7 @@ import torch
 
 from fedbasin.core.archive import Archive, ArchiveError
 from fedbasin.core.expressions import ExpressionError, no_imports, parse
-from fedbasin.core.files import FileError, explained
+from fedbasin.core.files import FileError, explained, read_toml
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder, write_atomically
 from fedbasin.core.state import StateError, load, read, save
@@ -184,6 +184,41 @@ def test_an_expression_beyond_all_bounds_is_one_line(text):
 
     with pytest.raises(ExpressionError):
         parse(text, "method")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (f"a = {DEEP}", "nested too deeply"),
+        (".".join(["a"] * 50_000) + " = 1", "more than 64 parts"),
+        ("[" + " . ".join(['"a"'] * 50_000) + "]", "more than 64 parts"),
+        ("b = {" + ".".join(["a"] * 50_000) + " = 1}", "more than 64 parts"),
+        ("a = 1\na = 2", "overwrite"),
+    ],
+    ids=lambda value: value[:16],
+)
+def test_toml_beyond_all_bounds_is_refused_at_once(tmp_path, text, why):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=why):
+        read_toml(path)
+    path.write_text("a.b.c = 1.5\nwords = 'one. two. three'")
+    assert read_toml(path) == {"a": {"b": {"c": 1.5}}, "words": "one. two. three"}
+
+
+def test_json_beyond_all_depths_is_named(tmp_path):
+    folder = RunFolder(tmp_path)
+    rounds(folder, 3)
+    folder.rounds.write_text(folder.rounds.read_text() + '{"round": 4, "a": ' + DEEP + "}\n")
+    with pytest.raises(RecordError, match=r"rounds\.jsonl, line 4: it is nested too deeply"):
+        folder.read_rounds()
+    assert len(folder.keep_rounds(3)) == 3
+    folder.summary.write_text(DEEP)
+    with pytest.raises(RecordError, match=r"summary\.json is not JSON: it is nested too deeply"):
+        folder.read_summary()
 
 
 def test_modules_of_a_folder_that_somebody_sent_are_not_imported(tmp_path, monkeypatch):

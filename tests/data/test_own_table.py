@@ -131,6 +131,10 @@ def test_missing_rules():
     both = np.concatenate([with_column.train.inputs[:, at], with_column.test.inputs[:, at]])
     assert set(both) == {0, 1} and both.sum() == gone.sum()
     assert "visits missing" not in with_column.encoding.names
+    late = frame.assign(when=range(100), age=1.0)
+    late.loc[90:, "age"] = None
+    of_test = made(late, missing="indicator", test_by="time", time="when")
+    assert "age missing" not in of_test.encoding.names  # training rows have no gap to learn from
     with pytest.raises(DataError, match=r"column 'age', row 0 \(counted from 0\): the value is mi"):
         made(frame, missing="refuse")
     full = frame.assign(age=1.0)
@@ -182,6 +186,10 @@ def test_a_csv_file_of_new_rows_keeps_text_that_looks_like_numbers(tmp_path):
     data = from_table(frame, "y")
     (tmp_path / "new.csv").write_text("code\n12\n12\n")
     assert data.encoding.apply(tmp_path / "new.csv").tolist() == [[1, 0]] * 2
+    (tmp_path / "test.csv").write_text("code,y\n12,0.5\n")
+    frame = pd.DataFrame({"code": ["A", "12", "B"] * 10, "y": [0.5, 1.5, 2.5] * 10})
+    apart = from_table(frame, "y", test=tmp_path / "test.csv")
+    assert apart.test.inputs.tolist() == [[1, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -214,6 +222,10 @@ def test_names_of_classes_can_be_given():
         assert data.classes == ("no", "yes", "maybe") and set(data.train.labels) == {0, 1}
     with pytest.raises(DataError, match=r"target 'z', row 1 .*'yes' is not among the classes"):
         from_table(frame, "z", drop=["y"], classes=("no", "maybe"))
+    # Whole numbers that are names themselves are not counted from 0.
+    twice = pd.DataFrame({"x": [2, 1] * 10, "y": [2, 1] * 10})
+    data = from_table(twice, "y", classes=("1", "2"))
+    assert data.train.labels.tolist() == (data.train.inputs[:, 0] > 0).tolist()
 
 
 def test_several_targets():
@@ -222,13 +234,15 @@ def test_several_targets():
     assert survival.train.labels.dtype == np.float32 and survival.train.labels.shape[1] == 2
     several = from_table(frame, ("a", "b"), "hospital", drop=["time"])
     assert several.train.labels.dtype == np.int64 and set(several.train.labels[:, 1]) == {1}
+    measured = from_table(frame, ("event", "a"), "hospital", drop=["time"])  # 0.0 is a number
+    assert measured.train.labels.dtype == np.float32
     with pytest.raises(DataError, match="target 'sex' is one of several and holds large_string"):
         from_table(frame.fillna({"sex": "f"}), ("a", "sex"))
 
 
 def test_splits_by_clients_by_time_and_by_a_table(tmp_path):
     frame = patients(300).assign(
-        hospital=[f"h{i % 5}" for i in range(300)], day=pd.date_range("2020-01-01", periods=300)
+        hospital=[f"h{i % 5}" for i in range(300)], day=pd.date_range("2019-09-01", periods=300)
     )
     whole = made(frame, test_by="clients", drop=["day"], test=0.4)
     trained, tested = set(whole.train.groups), set(whole.test.groups)
@@ -239,7 +253,9 @@ def test_splits_by_clients_by_time_and_by_a_table(tmp_path):
     assert late.test.labels.tolist() == frame["died"][270:].tolist()
     parts = frame.assign(year=frame["day"].dt.year, month=frame["day"].dt.month)
     by_month = made(parts.drop(columns="day"), test_by="time", time=("year", "month"), test=0.2)
-    last = parts["month"] > 8  # a month is never cut, so September and October: 57 of 300 rows
+    # A month is never cut, so May and June of the later year: 57 of 300 rows.
+    last = (parts["year"] == 2020) & (parts["month"] > 4)
+    assert last.sum() == 57
     assert by_month.test.labels.tolist() == frame["died"][last].tolist()
     train, test = frame[:250].drop(columns="day"), frame[250:].drop(columns="day")
     train.to_csv(tmp_path / "train.csv", index=False)
@@ -314,6 +330,15 @@ def test_missing_targets_are_refused_or_left_out(caplog):
         data = made(frame, missing_target="drop")
     assert len(data.train) + len(data.test) == 48
     assert "left out 2 of 50 rows" in caplog.text
+    rest = frame.drop(index=[3, 8])
+    apart = made(frame[:40], test=frame[40:], missing_target="drop")
+    assert apart.train.labels.tolist() == rest["died"][:38].tolist()
+    assert apart.test.labels.tolist() == rest["died"][38:].tolist()
+    parts = {"a": frame[:20], "b": frame[20:40]}
+    parts = {name: part.drop(columns="hospital") for name, part in parts.items()}
+    test = {"b": frame[40:].drop(columns="hospital")}
+    sites = from_clients(parts, "died", test=test, missing_target="drop")
+    assert sites.train.groups.tolist() == [0] * 18 + [1] * 20 and set(sites.test.groups) == {1}
     frame.loc[20, "age"] = np.inf  # rows are named by their place in the file
     with pytest.raises(DataError, match=r"'age', row 20 "):
         made(frame, missing_target="drop")
@@ -396,6 +421,9 @@ def test_a_class_or_a_client_of_test_rows_only():
     message = r"target 'died', row 90 .*the class '2' occurs in test rows only \(10 rows"
     with pytest.raises(DataError, match=message):
         made(late, test_by="time", time="when", test=0.1)
+    first = frame.assign(died=np.where(frame["when"] >= 90, -1, frame["died"]))
+    with pytest.raises(DataError, match=r"target 'died', row 90 .*the class '-1' occurs in test"):
+        made(first, test_by="time", time="when", test=0.1)
     new = frame.assign(hospital=np.where(frame["when"] >= 90, "new", frame["hospital"]))
     with pytest.raises(DataError, match="client 'new' has no training rows"):
         made(new, test_by="time", time="when", test=0.1)
@@ -407,11 +435,15 @@ def test_the_name_tells_content_apart():
         made(frame).name,
         made(frame.assign(age=frame["age"] + 1e-2 * np.arange(200))).name,
         made(frame.assign(died=1 - frame["died"])).name,
+        made(frame.assign(died=frame["died"] * 0.5)).name,  # numbers: the same rows are held out
+        made(frame.assign(died=frame["died"] * 0.7)).name,
         made(frame, test=0.3).name,
+        made(frame[:150], test=frame[150:]).name,
+        made(frame[:150], test=frame[150:].assign(visits=3)).name,
         from_table(frame, "died", drop=["hospital"], name="p").name,
         made(frame.replace({"hospital": {"east": "west"}})).name,
     }
-    assert len(names) == 6 and made(frame).name in names
+    assert len(names) == 10 and made(frame).name in names
 
 
 numbers = st.floats(-1e30, 1e30)

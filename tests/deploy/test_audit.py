@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord
 from fedbasin.cli.app import app as command
 from fedbasin.core.expressions import parse
 from fedbasin.deploy import Guard
-from fedbasin.deploy.audit import FIRST, AuditTrail, check
+from fedbasin.deploy.audit import FIRST, AuditedRound, AuditTrail, MergedReply, check
 from fedbasin.testing import toy_federation
 
 
@@ -75,6 +75,15 @@ def test_norms_are_those_of_the_updates(tmp_path, streamed):
         expected = np.sqrt(sum(float((move**2).sum()) for move in moves))
         assert merged["norm"] == (None if streamed else pytest.approx(expected))
         assert merged["weight"] == [16, 9, 7, 5, 3, 1][merged["client"]]
+
+
+def test_a_length_beyond_float32_is_null(tmp_path):
+    trail = AuditTrail(tmp_path / "merged.jsonl")
+    merged = [MergedReply(0, "", 1.0, float("inf")), MergedReply(1, "", 1.0, 2.0)]
+    trail.add(AuditedRound(1, [0, 1], merged))
+    (line,) = lines_of(tmp_path)
+    assert [each["norm"] for each in line["merged"]] == [None, 2.0]
+    assert not check(tmp_path / "merged.jsonl").broken
 
 
 def test_what_the_guard_does_is_in_the_trail(tmp_path):
@@ -191,6 +200,21 @@ def test_a_line_that_a_power_cut_tore_is_kept_and_named(tmp_path):
     assert json.loads(lines[2])["broken"] == "line 2 is damaged"
     assert json.loads(lines[3])["round"] == 2
     assert check(file).broken == "line 2 is damaged"
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_trail_that_is_a_link_leads_nowhere(tmp_path, exists):
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    run(folder=folder, rounds=1)
+    if exists:
+        victim.write_bytes((folder / "merged.jsonl").read_bytes())
+        before = victim.read_bytes()
+    (folder / "merged.jsonl").unlink()
+    (folder / "merged.jsonl").symlink_to(victim)
+    run(folder=folder, rounds=2)
+    assert victim.read_bytes() == before if exists else not victim.exists()
+    assert lines_of(folder)[-1]["round"] == 2
+    assert not (folder / "merged.jsonl").is_symlink()
 
 
 def test_nothing_is_written_without_a_folder():

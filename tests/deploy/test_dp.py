@@ -9,11 +9,11 @@ import torch
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
 from deploy.grids import LocalGrid, app_for, strategy_for
-from deploy.test_secure import batches_of_the_simulator
+from deploy.test_secure import Normed, batches_of_the_simulator
 from flwr.app import Array, ArrayRecord, Error, Message
 
 from fedbasin.core.expressions import parse
-from fedbasin.deploy import Guard, Secure
+from fedbasin.deploy import Guard, Secure, ServerSide
 from fedbasin.deploy.clients import TooFewNodes
 from fedbasin.testing import toy_federation
 
@@ -113,6 +113,17 @@ def test_nobody_is_asked_in_place_of_a_client_that_does_not_answer():
 def test_a_guard_is_refused_because_it_compares_clients():
     with pytest.raises(ValueError, match="no accounting allows"):
         run(f"dp({UNIFORM})", guard=Guard())
+
+
+def test_statistics_that_are_merged_plain_are_refused():
+    federation = toy_federation(parse(UNIFORM, "method"), module=Normed())
+    grid = LocalGrid(app_for(federation), 6)
+    kept = replace(federation, buffers="keep")
+    method = parse(f"dp({UNIFORM})", "method")
+    strategy = strategy_for(kept, method, server=ServerSide.of(federation))
+    arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
+    with pytest.raises(ValueError, match="does not protect BatchNorm statistics"):
+        strategy.start(grid, arrays, num_rounds=1, timeout=5)
 
 
 def test_what_others_send_does_not_decide_about_a_reply():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 
@@ -73,6 +74,38 @@ def test_a_forged_loss_does_not_reach_the_record(streamed):
     strategy = run(tamper=tamper, stream=streamed)
     assert all(r.train_loss < 10 for r in strategy.journal.records)
     assert only_culprit_named(strategy) and strategy.journal.refused
+
+
+@pytest.mark.parametrize("guard", [None, Guard()])
+def test_one_client_does_not_own_the_mean_of_evaluations(guard, tmp_path):
+    """With a guard, rows that are claimed for an evaluation count up to three medians."""
+    seen = {}
+
+    def misstate(client, reply):
+        metrics = reply.content["metrics"]
+        if "accuracy" in metrics:
+            if client == CULPRIT:
+                metrics.update({"num-examples": 10**7, "accuracy": 1.0})
+            seen[client] = (metrics["num-examples"], metrics["accuracy"])
+        return [reply]
+
+    federation = toy_federation(
+        parse("fedavg", "method"), rounds=1, participation="fraction(rate=1.0)"
+    )
+    grid = LocalGrid(app_for(federation), 6, misstate=misstate)
+    strategy = strategy_for(
+        federation, federation.method, fraction_evaluate=1.0, guard=guard, folder=tmp_path
+    )
+    first = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
+    strategy.start(grid, first, num_rounds=1, timeout=1)
+    rows, scores = np.array([seen[client] for client in range(6)]).T
+    if guard is not None:
+        rows = rows.clip(max=3 * np.median(rows))
+    mean = strategy.journal.records[0].metrics["clients_accuracy_mean_by_rows"]
+    assert mean == pytest.approx(rows @ scores / rows.sum(), rel=1e-9)
+    bounded = json.loads((tmp_path / "merged.jsonl").read_text())["bounded"]
+    named = [each["client"] for each in bounded if "evaluation" in each["reason"]]
+    assert named == ([] if guard is None else [CULPRIT])
 
 
 @pytest.mark.parametrize(
@@ -277,7 +310,11 @@ def test_a_seat_belongs_to_the_key_that_took_it_first(tmp_path, caplog):
         {"num-examples": 10, "accuracy": 1.5},
         {"num-examples": 10, "accuracy": float("nan")},
         {"num-examples": 10, "loss": -1e300},
+        {"num-examples": 10, "\x1b[2Jloss": 1.0},
+        {"num-examples": 10, "a" * 65: 1.0},
+        {"num-examples": 10} | {f"metric{i}": 1.0 for i in range(256)},
     ],
+    ids=lambda facts: f"{[*facts][-1]!r:.20}",
 )
 def test_an_evaluation_that_cannot_be_is_left_out(facts):
     replies = []

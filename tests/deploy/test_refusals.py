@@ -138,6 +138,29 @@ def another_ones(reply: Message) -> list[Message]:
     return [reply]
 
 
+def odd_name(reply: Message) -> list[Message]:
+    record = reply.content["arrays"]
+    record["\x1b[2J\u202egood\nINFO: client 4 is refused"] = record["hidden.weight"]
+    return [reply]
+
+
+def odd_error(reply: Message) -> list[Message]:
+    wrong = Message(Error(2, "Error\n\x1b]0;\u202egood\x07" + "!" * 10_000), reply_to=reply)
+    for name in ("_reply_to_message_id", "_src_node_id", "_dst_node_id"):
+        wrong.metadata.__dict__[name] = reply.metadata.__dict__[name]
+    return [wrong]
+
+
+@pytest.mark.parametrize("forge", [odd_name, odd_error])
+def test_what_a_client_writes_cannot_draw_on_a_terminal(forge, caplog):
+    with caplog.at_level("WARNING", "flwr"):
+        strategy = run(tamper=lambda c, r: forge(r) if c == CULPRIT else [r])
+    assert [r.replies for r in strategy.journal.records] == [5, 5]
+    said = [record.getMessage() for record in caplog.records]
+    assert any("good" in line for line in said)
+    assert all(line.isprintable() and len(line) < 700 for line in map(str.strip, said))
+
+
 @pytest.mark.parametrize("forge", [elsewhere, another_ones])
 def test_a_reply_that_bears_another_address_counts_for_nobody(forge, caplog):
     with caplog.at_level(logging.WARNING, "flwr"):

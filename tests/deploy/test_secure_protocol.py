@@ -409,17 +409,32 @@ def test_a_sealed_share_that_was_changed_is_refused_and_its_dealer_named():
 
 
 @pytest.mark.parametrize("kind", ["seed", "key"])
-def test_a_wrong_share_ends_the_round_and_is_named(kind):
+def test_a_wrong_share_is_refused_and_the_others_open_the_sum(kind):
+    parties = Parties(count=5)
+    parties.keys()
+    parties.shares()
+    parties.masked([0, 1, 2, 3])
+    told = parties.ask(1, UNMASK, parties.server.lists_for(1))
+    told[f"{kind}-shares"][0] = flipped(told[f"{kind}-shares"][0])
+    owner = 0 if kind == "seed" else 4
+    why = f"client 1 sent a wrong share of the {kind} of client {owner}"
+    with pytest.raises(Refused, match=why):
+        parties.server.take_unmask(1, told)
+    with pytest.raises(Refused):
+        parties.server.take_unmask(1, ConfigRecord({}))
+    parties.unmask([0, 2, 3])
+    for opened, expected in zip(parties.opened(), parties.expected([0, 1, 2, 3]), strict=True):
+        np.testing.assert_array_equal(opened, expected)
+
+
+def test_too_few_right_shares_end_the_round():
     parties = Parties()
     parties.keys()
     parties.shares()
     parties.masked([0, 1, 2])
-    told = parties.ask(1, UNMASK, parties.server.lists_for(1))
-    told[f"{kind}-shares"][0] = flipped(told[f"{kind}-shares"][0])
-    owner = 0 if kind == "seed" else 3
-    why = f"client 1 sent a wrong share of the {kind} of client {owner}"
-    with pytest.raises(RoundFailed, match=why):
-        parties.server.take_unmask(1, told)
+    parties.unmask([0, 2])
+    with pytest.raises(RoundFailed, match="2 of 3 clients sent a share of client 0"):
+        parties.server.open()
 
 
 @pytest.mark.parametrize("kind", ["seed", "key"])
@@ -604,7 +619,7 @@ def test_any_message_of_the_protocol_may_be_changed_on_its_way():
         except RoundFailed as reason:
             assert "client" in str(reason)
             failed += 1
-    assert 0 < failed < FUZZ // 15
+    assert failed <= FUZZ // 60  # one client that errs seldom costs the others the round
 
 
 def test_two_clients_that_were_told_different_mask_keys_take_no_part():
@@ -686,6 +701,23 @@ def test_malformed_messages_are_refused_with_a_reason():
         close()
     assert same(parties.opened(), parties.expected(range(3)))
     assert len(refused) == 7 and all(count > FUZZ // 30 for count in refused), refused
+
+
+@pytest.mark.parametrize(("bits", "most"), [(30, 4), (24, 256), (31, 2)])
+def test_the_largest_sum_fits_into_signed_words(bits, most):
+    session = replace(SESSION, bits=bits, clients=most, clip=1.0, weighting="uniform")
+    for update in (1.0, -1.0):
+        total = np.zeros(1, np.uint32)
+        for _ in range(most):
+            words = np.empty(1, np.uint32)
+            quantise(np.array([update]), words, 1.0, 1.0, session)
+            total += words
+        sums = Sums.of(Numbers(most, most, 0, 0, 0, 1, 1, 1, 1, 1).words(session), most, session)
+        mean = np.zeros(1)
+        restore(total, mean, 1.0, sums.shares, sums, session)
+        assert mean[0] == pytest.approx(update, abs=1e-12)
+    with pytest.raises(Refused, match=f"take at most {most} clients a round"):
+        replace(session, clients=most + 1)
 
 
 def test_sessions_are_read_with_bounds():

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.numpy_clients import NumpyClients, linear_federation
+from torch import nn
 
 import fedbasin.methods
 from fedbasin.core.catalogue import CATALOGUE, cards
@@ -223,6 +224,16 @@ def test_what_shows_single_clients_around_it_is_refused():
             toy_federation(parse(source, "method"))
     for source in ("wima(dp)", "ima(dp)", "fedadam(dp)"):
         toy_federation(parse(source, "method"))
+
+
+def test_statistics_that_are_merged_plain_are_refused():
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    for method in (DP(), parse("wima(dp)", "method")):
+        with pytest.raises(ValueError, match="does not protect BatchNorm statistics"):
+            toy_federation(method, module=module)
+    plain = toy_federation(FedAvg(weighting="uniform"), module=module)
+    kept = replace(plain, buffers="keep", method=DP())
+    assert kept.begin()[0].buffers.numel() == 10
 
 
 def said(method, clients):

@@ -336,6 +336,19 @@ def test_claims_are_bounded():
     assert abs(float(served.send)) < 3
 
 
+def test_numbers_beside_the_model_stay_near_their_median():
+    method = parse("norm_bound(claims=5)", "method")
+    models = torch.ones(4, 2, dtype=torch.float64)
+    odd = torch.tensor([2, 2, 2, 1e9], dtype=torch.float64)
+    numbers = dict(steps=odd, lr_sum=odd, effective_steps=1 / odd, last_loss=odd)
+    replies = replace(replies_of(models), **numbers)
+    lengths = models.norm(dim=1)
+    near = method._bounded(replies, torch.zeros(2).double(), lengths, lengths[0], lengths > 0)
+    for name in ("steps", "lr_sum", "last_loss"):
+        assert getattr(near, name).tolist() == [2, 2, 2, 10]
+    assert near.effective_steps.tolist() == pytest.approx([0.5, 0.5, 0.5, 0.1])
+
+
 def test_gradients_of_a_probe_are_bounded():
     method = parse("norm_bound(mime)", "method")
     federation = toy_federation(method)

@@ -285,7 +285,7 @@ def test_the_list_of_gpu_commands_names_cells_that_can_run(tmp_path):
         f"open({str(told)!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
     )
     fake.chmod(0o755)
-    parts = ["first", "ima", "law", "wima", "wcm", "cda", "more"]
+    parts = ["first", "why", "ima", "law", "wima", "wcm", "cda", "more"]
     environment = {**os.environ, "FEDBASIN": str(fake)}
     subprocess.run([script, "r.jsonl", *parts], env=environment, check=True, capture_output=True)
     commands = [json.loads(line) for line in told.read_text().splitlines()]

@@ -27,6 +27,7 @@ _BESIDE = (
 _NEAR = 0.06  # of an axis
 _CROWDED = 5  # from more lines than this the legend stands beside the panel
 _LONG = 45  # letters, of names that would cover the lines
+_LETTER = 0.055  # inches a letter of a legend is wide
 _SCALE = "cividis"  # even in lightness, and made for colour-blind readers
 
 
@@ -38,8 +39,9 @@ def draw(analysis: Analysis, path: Path) -> Path:
     columns = min(len(analysis.panels), 2)
     rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
     heights = [max(_height(panel) for panel in row) for row in rows]
-    figure = Figure(figsize=(6.4 * columns, sum(heights)), layout="constrained")
-    grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
+    widths = [6.4 + max(map(_legend_width, panels[c::columns])) for c in range(columns)]
+    figure = Figure(figsize=(sum(widths), sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(rows), columns, height_ratios=heights, width_ratios=widths)
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(grid[divmod(number, columns)])
         axes.set_title(_plain(panel.title), fontsize=10, loc="left")
@@ -53,6 +55,26 @@ def draw(analysis: Analysis, path: Path) -> Path:
 def _height(panel: Panel) -> float:
     """Return the inches a panel needs."""
     return 1 + 0.25 * len(panel.rows) if isinstance(panel, Table) else 4.4
+
+
+def _names(panel: Panel) -> list[str]:
+    """Return what a panel's legend names."""
+    if isinstance(panel, Lines):
+        return [line.name for line in panel.series] + [mark.name for mark in panel.marks]
+    return [one.name for one in panel.series] if isinstance(panel, Bars) else []
+
+
+def _has_legend_beside(panel: Panel) -> bool:
+    """Whether a legend inside would cover what is drawn."""
+    longest = max(map(len, _names(panel)), default=0)
+    crowded = isinstance(panel, Lines) and len(panel.series) > _CROWDED
+    return isinstance(panel, Bars) or crowded or longest > _LONG
+
+
+def _legend_width(panel: Panel) -> float:
+    """Return the inches a legend beside a panel needs."""
+    longest = max(map(len, _names(panel)), default=0)
+    return 0.6 + _LETTER * longest if _has_legend_beside(panel) else 0.0
 
 
 def _plain(text: str) -> str:
@@ -93,16 +115,15 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
     if panel.x_label == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    names = [line.name for line in panel.series] + [mark.name for mark in panel.marks]
-    if len(panel.series) > _CROWDED or max(map(len, names), default=0) > _LONG:
+    if _has_legend_beside(panel):
         _legend_beside(axes)
     elif panel.series:
-        axes.legend(fontsize="x-small", handlelength=3)
+        axes.legend(fontsize="x-small", handlelength=4)
 
 
 def _legend_beside(axes: Axes) -> None:
     # long handles, on which the styles of lines can be told apart
-    axes.legend(fontsize="x-small", handlelength=3, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(fontsize="x-small", handlelength=4, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _looks(panel: Lines) -> list[tuple[str, str]]:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import re
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fedbasin.core.system import sync_folder
 
+_MANY_PARTS = re.compile(r"""(?:\.[\w\s"'-]{0,40}){64}""")  # of a name in TOML
 _WHAT_TO_DO = {
     errno.ENOSPC: "make room, or give another folder",
     errno.EDQUOT: "make room, or give another folder",
@@ -39,6 +44,29 @@ def explained(error: OSError) -> str:
         return str(error)
     hint = _WHAT_TO_DO.get(error.errno or 0)
     return f"{error.filename}: {error.strerror}" + (f"; {hint}" if hint else "")
+
+
+def parsed_json(text: str) -> Any:
+    """Read JSON from elsewhere; what is nested too deeply is a ValueError, too."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file from elsewhere; a ValueError says what is wrong with it.
+
+    Names of very many parts are refused first: reading them takes time that grows with the square
+    of their number.
+    """
+    text = path.read_text(encoding="utf-8")
+    if _MANY_PARTS.search(text):
+        raise ValueError("a name has more than 64 parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 @contextmanager

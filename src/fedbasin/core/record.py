@@ -34,7 +34,7 @@ from statistics import fmean
 from types import NoneType
 from typing import Any, NamedTuple
 
-from fedbasin.core.files import FileError, replacing
+from fedbasin.core.files import FileError, parsed_json, replacing
 
 
 class RecordError(ValueError):
@@ -166,7 +166,7 @@ class RoundRecord:
     @classmethod
     def read(cls, line: str) -> RoundRecord:
         """Read a line back."""
-        flat = json.loads(line)
+        flat = parsed_json(line)
         if not isinstance(flat, dict) or not isinstance(flat.get("round"), int):
             raise RecordError("a line of rounds.jsonl must be an object with a round number")
         known: dict[str, Any] = {}
@@ -373,7 +373,7 @@ class RunFolder:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one object of JSON."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parsed_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RecordError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

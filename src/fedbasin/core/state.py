@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedbasin.core.files import replacing
+from fedbasin.core.files import parsed_json, replacing
 from fedbasin.core.tree import Leaf, flatten, restore
 
 _SUM = "=checksum"  # no path of a tree
@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, Leaf]:
     """Read all leaves of a state file by path."""
     try:
         with safe_open(path, framework="pt") as file:
-            leaves: dict[str, Leaf] = json.loads((file.metadata() or {}).get("scalars", "{}"))
+            leaves: dict[str, Leaf] = parsed_json((file.metadata() or {}).get("scalars", "{}"))
             # A copy: a product of matrices may round otherwise where memory is aligned otherwise.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if not isinstance(leaves, dict):

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from fedbasin.core.files import replacing
 
 FIRST = "0" * 64  # what stands for the line before the first
 FILE = "merged.jsonl"
@@ -72,11 +75,15 @@ class AuditedRound:
     refused: Sequence[Refusal] = ()
 
     def plain(self) -> dict[str, Any]:
-        """Return the round as plain values for JSON."""
+        """Return the round as plain values for JSON; a length beyond float32 is null."""
+        finite = [
+            each if math.isfinite(each.norm or 0.0) else each._replace(norm=None)
+            for each in self.merged
+        ]
         return {
             "round": self.round,
             "asked": list(self.asked),
-            "merged": [each._asdict() for each in self.merged],
+            "merged": [each._asdict() for each in finite],
             "bounded": [each._asdict() for each in self.bounded],
             "refused": [each._asdict() for each in self.refused],
         }
@@ -114,6 +121,8 @@ class AuditTrail:
         Args:
             finished: rounds that the run has finished; later rounds are repeated.
         """
+        if self.file is not None and self.file.is_symlink():
+            _own_copy(self.file)
         if self.file is None or not self.file.exists():
             return Checked(0, FIRST)
         found = check(self.file)
@@ -139,6 +148,13 @@ class AuditTrail:
             stream.flush()
             os.fsync(stream.fileno())
         self.head = _hash(line)
+
+
+def _own_copy(link: Path) -> None:
+    """Put a file in the place of a link: what it leads to is not the run's to write to."""
+    data = link.read_bytes() if link.exists() else b""
+    with replacing(link) as temporary:
+        temporary.write_bytes(data)
 
 
 def check(file: Path) -> Checked:

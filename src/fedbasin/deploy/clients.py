@@ -28,7 +28,6 @@ from fedbasin.deploy.wire import Refused, fault, number, the_record
 ASK = "fedbasin-ask"  # the key that says what a query is about
 _FIRST_PAUSE = 1.0  # seconds before an unidentified node is asked again; it doubles each time
 _LONGEST_PAUSE = 600.0  # the most seconds before it is asked again
-_LONGEST = 300  # characters of a reason, which may quote what a node sent
 _MOST_REFUSALS = 10_000  # that are kept between two rounds
 _GRACE = 10.0  # seconds that a new node has beyond twice what the slowest answer took
 _log = logging.getLogger("flwr")
@@ -165,7 +164,7 @@ class Clients:
 
     def refusal(self, node: int, reason: str) -> Refusal:
         """Return what the audit trail says of a node's message."""
-        return Refusal(self.client(node), node, self.key(node), reason[:_LONGEST])
+        return Refusal(self.client(node), node, self.key(node), reason)
 
     def refusals(self) -> list[Refusal]:
         """Return what was noted since this was last called."""

@@ -23,7 +23,6 @@ from fedbasin.deploy.wire import Refused, content_bytes, fault, write_tree
 
 MERGED = "merged"  # the record that says which round of a client was merged last
 _CLIENT_FAULTS = (1, 2)  # Flower's codes for an app that cannot be loaded, or raises
-_LONGEST = 300  # characters of a reason, which may quote what a client sent
 _MOST_REASONS = 10_000  # that are counted apart
 _log = logging.getLogger("flwr")
 
@@ -246,7 +245,6 @@ class Cohort:
 
     def _name(self, client: int | None, node: int, reason: str) -> None:
         who = f"node {node}" if client is None else f"client {client}"
-        reason = reason[:_LONGEST]
         self.refused += 1
         self.refusals.append(Refusal(client, node, self.clients.key(node), reason))
         self.tally[f"{who}: {reason}" if len(self.tally) < _MOST_REASONS else who] += 1

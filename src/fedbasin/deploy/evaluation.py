@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ from fedbasin.deploy.bounds import MOST_NUMBERS, MOST_ROWS, check_size
 from fedbasin.deploy.wire import LARGEST, Refused, fault, number, the_record
 
 _ADDRESS = ("server-round", "partition-id")  # numbers that say whose reply it is
+_LONGEST_NAME = 64  # characters of a metric's name, which becomes a column of the records
+_MOST_METRICS = 256  # of one client
 _log = logging.getLogger("flwr")
 
 
@@ -69,7 +72,11 @@ def evaluations(
             if weight > most_rows:
                 raise Refused(f"{weight_key} is {weight:g}, expected at most {most_rows:g}")
             plain = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+            if len(plain) > _MOST_METRICS:
+                raise Refused(f"it has {len(plain)} metrics, expected at most {_MOST_METRICS}")
             for name, value in plain.items():
+                if not name.isprintable() or len(name) > _LONGEST_NAME:
+                    raise Refused(f"a metric is called {name[:_LONGEST_NAME]!r}")
                 least, most = (0, 1) if name in ratios else (-LARGEST, LARGEST)
                 if not least <= value <= most:  # false for NaN, too
                     raise Refused(f"{name} is {value}, expected {least:g} to {most:g}")
@@ -82,6 +89,22 @@ def evaluations(
         found.append(Evaluation(node, weight, named))
     _log.info("aggregate_evaluate: Received %s results and %s failures", len(found), failures)
     return found
+
+
+def bounded(
+    found: Sequence[Evaluation], weight: float | None
+) -> tuple[list[Evaluation], list[tuple[int, str]]]:
+    """Let no client count for more than `weight` times the median rows; say whose were bounded."""
+    rows = [one.weight for one in found if one.weight > 0]
+    if weight is None or len(rows) < 3:
+        return list(found), []
+    limit = weight * median(rows)
+    said = [
+        (one.node, f"its evaluation states {one.weight:g} rows and counts for {limit:g}")
+        for one in found
+        if one.weight > limit
+    ]
+    return [one._replace(weight=min(one.weight, limit)) for one in found], said
 
 
 def mean_of(found: Sequence[Evaluation]) -> MetricRecord | None:

@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from google.protobuf.message import DecodeError
 
 from fedbasin.deploy.seats import fingerprint
+from fedbasin.deploy.wire import printable
 
 _ONLINE_EVERY = 5.0  # seconds between looks at who is online
 
@@ -107,7 +108,7 @@ class Mailbox:
         try:
             arrived = list(self.grid.pull_messages([message_id]))
         except (AttributeError, LookupError, TypeError, ValueError, DecodeError) as error:
-            return [], f"its reply cannot be read: {error}"
+            return [], printable(f"its reply cannot be read: {error}")
         for reply in arrived:
             own = reply.has_error() or reply.metadata.src_node_id == node
             if not own or reply.metadata.reply_to_message_id != message_id:

@@ -19,7 +19,7 @@ from fedbasin.core.round import Attempt, Gathered, Merged, Server
 from fedbasin.core.tree import tensors
 from fedbasin.deploy.audit import MergedReply
 from fedbasin.deploy.replies import Collected, Collector, Guard, guarded, mean_loss
-from fedbasin.deploy.wire import LARGEST
+from fedbasin.deploy.wire import LARGEST, printable
 
 _MOST_SUSPECTS = 64  # replies that are left out in turn to find the one that spoils a merge
 _log = logging.getLogger("flwr")
@@ -71,7 +71,7 @@ class Lenient:
         if not found:
             return None
         row, merged = found[0]
-        self.blamed = [(int(replies.clients[row]), f"it spoils the merge: {error}")]
+        self.blamed = [(int(replies.clients[row]), printable(f"it spoils the merge: {error}"))]
         return merged
 
 

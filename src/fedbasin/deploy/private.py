@@ -23,7 +23,7 @@ from fedbasin.core.method import Method, PrivateCounts
 from fedbasin.core.protocols import asks_for_scores, score_counts
 from fedbasin.core.rng import Key
 from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
-from fedbasin.deploy.wire import Refused, number, the_record
+from fedbasin.deploy.wire import Refused, number, printable, the_record
 from fedbasin.local.private_counts import (
     FEWEST,
     PrivateCountsError,
@@ -40,7 +40,6 @@ from fedbasin.local.private_counts import (
 _SECRET = "fedbasin-secret"
 _MOST_BYTES = 1 << 20  # of a key or of encrypted counts
 _MOST_HOLDERS = 3  # that make a key, one after another, until one opens the sum
-_LONGEST = 300  # characters of a reason, which may quote what a client sent
 _log = logging.getLogger("flwr")
 
 
@@ -157,11 +156,11 @@ def _usable(
         try:
             found[client] = read(the_record(reply, ConfigRecord))
         except (Refused, PrivateCountsError) as reason:
-            refused[client] = str(reason)
+            refused[client] = printable(str(reason))
     for client, why in refused.items():
         clients.refuse(nodes[client], f"class counts, at {question[ASK]!r}: {why}")
     for client, why in (failed | refused).items():
-        _log.warning("class counts, at %r: client %d: %s", question[ASK], client, why[:_LONGEST])
+        _log.warning("class counts, at %r: client %d: %s", question[ASK], client, why)
     return found
 
 

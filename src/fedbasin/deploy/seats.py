@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedbasin.core.files import read_toml
 from fedbasin.core.record import RecordError, write_atomically
 
 _HEAD = "# The SHA-256 of a node's public key, and the client that this key speaks for.\n"
@@ -37,7 +37,7 @@ class Seats:
         if self.file is None or not self.file.exists():
             return
         try:
-            read = tomllib.loads(self.file.read_text(encoding="utf-8"))
+            read = read_toml(self.file)
         except ValueError as error:
             raise RecordError(f"{self.file} is not TOML: {error}") from error
         whole = {k: v for k, v in read.items() if type(v) is int and v >= 0}

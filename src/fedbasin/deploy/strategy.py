@@ -43,6 +43,7 @@ from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.cohort import Cohort, content_of
 from fedbasin.deploy.evaluation import (
+    bounded,
     entered,
     evaluations,
     mean_of,
@@ -426,8 +427,16 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             who=self._clients.who,
             refuse=self._clients.refuse,
         )
-        odd = self._clients.refusals()
-        self._audited = replace(self._audited, refused=[*self._audited.refused, *odd])
+        guard = self.handling.guard
+        found, heavy = bounded(found, None if guard is None else guard.weight)
+        for node, why in heavy:
+            _log.warning("round %d: %s: %s", server_round, self._clients.who(node), why)
+        shortened = [self._clients.refusal(node, why) for node, why in heavy]
+        self._audited = replace(
+            self._audited,
+            bounded=[*self._audited.bounded, *shortened],
+            refused=[*self._audited.refused, *self._clients.refusals()],
+        )
         means = mean_of(found)
         headlines = self.server_side.client_headlines()
         if self.evaluate == "sums":

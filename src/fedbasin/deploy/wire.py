@@ -33,6 +33,7 @@ SKELETON = "skeleton"  # the key under which a tree's shape travels
 _STATISTICS = ("running_mean", "running_var")  # what BatchNorm calls its float buffers
 _DEEPEST = 8  # levels of a skeleton
 _LONGEST = 1 << 16  # characters of a skeleton
+_LONGEST_REASON = 300  # characters
 LARGEST = 1e15  # the squares of 10^8 such numbers add up in float32
 _MOST_AXES = 32  # of an array
 _MOST = 2.0**53  # of anything counted: beyond, sums are no longer whole numbers, or overflow
@@ -40,6 +41,15 @@ _MOST = 2.0**53  # of anything counted: beyond, sums are no longer whole numbers
 
 class Refused(ValueError):
     """A message that must not be used, with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(reason))
+
+
+def printable(text: str) -> str:
+    """Return text as one short line without control characters: it may quote what a node sent."""
+    shown = text[:_LONGEST_REASON]
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
 
 
 def read_array(array: Array) -> np.ndarray:
@@ -341,7 +351,7 @@ def the_record(content: RecordDict, kind: type[Any], key: str | None = None) -> 
 def fault(reply: Message) -> str:
     """Return the last line of a reply's error: it names the exception."""
     lines = (reply.error.reason or "").strip().splitlines()
-    return lines[-1] if lines else f"Flower's error code {reply.error.code}"
+    return printable(lines[-1]) if lines else f"Flower's error code {reply.error.code}"
 
 
 def content_bytes(content: RecordDict) -> int:

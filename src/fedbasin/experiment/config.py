@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from fedbasin.core.catalogue import CATALOGUE, Kind, card_of
 from fedbasin.core.expressions import Choice, ExpressionError, parse, text, title, written
+from fedbasin.core.files import read_toml
 from fedbasin.core.reading import Reader
 from fedbasin.core.settings import write_toml
 from fedbasin.core.suggest import nearest
@@ -599,10 +600,10 @@ def read_experiment(path: Path) -> Experiment:
 def read_config(path: Path) -> dict[str, Any]:
     """Read a TOML file into nested settings."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return read_toml(path)
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,6 @@ def facts(experiment: Experiment) -> dict[str, Any]:
     """Return what a summary records about how a run was made."""
     device = pick_device(experiment.sim.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    versions = {
-        package: metadata.version(package)
-        for package in ("fedbasin", "torch", "numpy")
-        if _installed(package)
-    }
     return {
         "method": experiment.method,
         "seed": experiment.seed,
@@ -32,9 +28,22 @@ def facts(experiment: Experiment) -> dict[str, Any]:
         "partition": experiment.partition.how,
         "device": f"{device} ({name})",
         "python": platform.python_version(),
-        "versions": versions,
-        "commit": commit_of(Path(__file__)),
+        "versions": dict(_versions()),
+        "commit": _own_commit(),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Return the versions of what a run depends on."""
+    packages = ("fedbasin", "torch", "numpy")
+    return {package: metadata.version(package) for package in packages if _installed(package)}
+
+
+@cache
+def _own_commit() -> str | None:
+    """Return the commit of the code that this process runs."""
+    return commit_of(Path(__file__))
 
 
 def _installed(package: str) -> bool:

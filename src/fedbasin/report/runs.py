@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedbasin.core.figure_data import Analysis, FigureDataError
+from fedbasin.core.files import read_toml
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import Headline, RecordError, RoundRecord, RunFolder, headline_of
 from fedbasin.core.served import ClientTable
@@ -176,7 +176,7 @@ def _read(path: Path) -> Run:
     analyses = []
     try:
         if folder.config.exists():
-            settings = flatten(tomllib.loads(folder.config.read_text(encoding="utf-8")))
+            settings = flatten(read_toml(folder.config))
     except ValueError as error:
         problems.append(f"{folder.config} is not TOML: {error}")
     try:

@@ -210,15 +210,12 @@ class ServerProtocol:
         )
 
     def take_unmask(self, client: int, record: ConfigRecord) -> None:
-        """Take a survivor's shares. A wrong share ends the round."""
+        """Take a survivor's shares, or none of them if one is wrong."""
         lists = self.lists_for(client)
         survivors = read_clients(lists, "survivors")
         lost = read_clients(lists, "lost")
-        try:
-            seeds = read_all_bytes(record, "seed-shares", SHARE_BYTES, len(survivors))
-            keys = read_all_bytes(record, "key-shares", SHARE_BYTES, len(lost))
-        except Refused as reason:
-            raise RoundFailed(f"client {client} sent no shares as asked: {reason}") from reason
+        seeds = read_all_bytes(record, "seed-shares", SHARE_BYTES, len(survivors))
+        keys = read_all_bytes(record, "key-shares", SHARE_BYTES, len(lost))
         for owner, share in zip(survivors, seeds, strict=True):
             self._check(client, owner, share, "seed", self._dealt[owner].seed_hashes)
         for owner, share in zip(lost, keys, strict=True):
@@ -289,7 +286,7 @@ class ServerProtocol:
     ) -> None:
         info = self.session.info(f"share of {kind}", owner, holder)
         if not same(hash_of(share, info), hashes[holder]):
-            raise RoundFailed(f"client {holder} sent a wrong share of the {kind} of client {owner}")
+            raise Refused(f"client {holder} sent a wrong share of the {kind} of client {owner}")
 
     def _enough(self, client: int, among: Iterable[int]) -> bool:
         return len(set(self._rings[client]).intersection(among)) >= self.session.threshold
