@@ -43,9 +43,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train one model from many clients whose data differ, and see which way of merging "
     "their models works best.\n\n"
-    "Start with [bold]fedbasin demo[/bold] (a minute or two on a laptop), look around with "
-    "[bold]fedbasin methods[/bold], then [bold]fedbasin compare fedavg scaffold --preset "
-    "fmnist --rounds 20 --seeds 0[/bold] (minutes).",
+    "Start with [bold]fedbasin compare fedavg scaffold --preset demo[/bold] (under a minute on a "
+    "laptop). [bold]fedbasin demo[/bold] compares seven methods (a minute or two), and "
+    "[bold]fedbasin methods[/bold] lists all of them.",
 )
 # Click suggests commands already. Set as an attribute: Typer before 0.20 has no such argument.
 app.suggest_commands = False
