@@ -73,6 +73,20 @@ def test_the_attacked_mean_is_the_line_to_beat():
             assert robust(rule, "alie", momentum) > robust(rule, "none", momentum) - 2
 
 
+def test_alie_costs_little_at_the_papers_z_and_a_point_or_two_at_more():
+    def cost(case, method, attack):
+        return accuracy("alie", method, "none", case) - accuracy("alie", method, attack, case)
+
+    sorted_labels, iid = "MNIST, sorted labels, momentum 0.9", "Fashion-MNIST, IID, momentum 0"
+    for method in ("mean", "median", "krum", "rfa", "centered_clipping"):
+        assert cost(sorted_labels, method, "alie") < 0.5
+    for method in ("median", "krum"):
+        assert cost(sorted_labels, method, "alie") < -25
+    for method in ("mean", "median", "rfa"):
+        assert cost(iid, method, "alie") < 0.7
+        assert 0.8 < cost(iid, method, "alie(z=1.5)") < 2.2
+
+
 def test_ways_to_merge_fall_alone_and_stand_over_a_rule():
     flip = "sign_flip(scale=5.0)"
     for method in ("fedavg", "ima", "wima", "fedcda", "scaffold"):
