@@ -328,6 +328,10 @@ def test_a_seat_belongs_to_the_key_that_took_it_first(tmp_path, caplog):
         assert sorted(connected(after)) == [0, 1, 3, 4, 5]
     assert any(f"node {thief}" in r.getMessage() for r in caplog.records)
     assert "bound to client 4" in caplog.text
+    after.keys[thief] = b"a key that was never seen"  # while the number's own key is not there
+    with caplog.at_level(logging.WARNING, "flwr"):
+        assert sorted(connected(after)) == [0, 1, 3, 4, 5]
+    assert f"client {CULPRIT} is bound to another key" in caplog.text
 
 
 @pytest.mark.parametrize(
