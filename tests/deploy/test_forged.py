@@ -66,6 +66,22 @@ def test_a_report_far_beyond_the_others_is_refused():
     assert largest < 1e3
 
 
+@pytest.mark.parametrize(("times", "refused"), [(10, False), (1000, True)])
+def test_a_report_is_compared_with_the_cohorts_median(times, refused):
+    """The bound is 100 medians; the client's own report is between 0.1 and 10 of them."""
+
+    def tamper(client, reply):
+        if client == CULPRIT:
+            report = reply.content["report"]
+            for name in list(report):
+                report[name] = Array(times * report[name].numpy())
+        return [reply]
+
+    strategy = run("scaffold", tamper, rounds=1)
+    assert bool(strategy.journal.refused) == refused and only_culprit_named(strategy)
+    assert strategy.journal.records[0].replies == (5 if refused else 6)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_forged_loss_does_not_reach_the_record(streamed):
     def tamper(client, reply):
@@ -130,6 +146,15 @@ def test_steps_follow_from_the_plan_and_ten_rows(plan, batch, steps, fits):
     else:
         with pytest.raises(Refused, match="steps is"):
             bounds.steps({"steps": steps}, 10)
+
+
+@pytest.mark.parametrize("stated", [1, 19, 21, 40])
+def test_the_rows_are_those_that_the_client_stated(stated):
+    bounds = Bounds(Plan(0.1, 1))
+    with pytest.raises(Refused, match=f"num-examples is {stated}, it said 20"):
+        bounds.rows({"num-examples": stated}, "num-examples", 20)
+    assert bounds.rows({"num-examples": 20}, "num-examples", 20) == 20
+    assert bounds.rows({"num-examples": 0}, "num-examples", 20) == 0
 
 
 def test_the_length_follows_from_the_steps():
@@ -198,7 +223,10 @@ def test_the_guard_bounds_samples_against_numpy():
     part = 90 / 10**6
     np.testing.assert_allclose(found.replies.models[3].numpy(), start + part * moves[3])
     np.testing.assert_allclose(found.replies.models[1].numpy(), start + moves[1])
-    assert float(found.replies.steps[3]) == pytest.approx(part)
+    for name, before in (("steps", 1.0), ("lr_sum", 0.1), ("effective_steps", 1.0)):
+        expected = np.full(6, before)
+        expected[3] *= part
+        np.testing.assert_allclose(getattr(found.replies, name).numpy(), expected)
     assert found.heavy == [(3, "it states 1e+06 rows and counts for 90")]
 
 
@@ -300,6 +328,10 @@ def test_a_seat_belongs_to_the_key_that_took_it_first(tmp_path, caplog):
         assert sorted(connected(after)) == [0, 1, 3, 4, 5]
     assert any(f"node {thief}" in r.getMessage() for r in caplog.records)
     assert "bound to client 4" in caplog.text
+    after.keys[thief] = b"a key that was never seen"  # while the number's own key is not there
+    with caplog.at_level(logging.WARNING, "flwr"):
+        assert sorted(connected(after)) == [0, 1, 3, 4, 5]
+    assert f"client {CULPRIT} is bound to another key" in caplog.text
 
 
 @pytest.mark.parametrize(
