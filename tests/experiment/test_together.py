@@ -18,10 +18,11 @@ from fedbasin.core.catalogue import cards
 from fedbasin.core.expressions import text
 from fedbasin.core.lock import alone_in
 from fedbasin.core.record import RunFolder
+from fedbasin.data import load
 from fedbasin.experiment import Experiment, build, compare, from_mapping, resume
 from fedbasin.experiment.comparison import cells, run_cells
-from fedbasin.experiment.config import ConfigError, LocalConfig, SimConfig
-from fedbasin.experiment.one_copy import one_copy
+from fedbasin.experiment.config import ConfigError, LocalConfig, SimConfig, TableConfig
+from fedbasin.experiment.one_copy import OneCopy, one_copy
 from fedbasin.sim import batch
 from fedbasin.sim.batch import joins, train_alike
 from fedbasin.sim.cohort import CohortExecutor
@@ -123,6 +124,20 @@ def test_runs_with_rates_steps_and_seeds_of_their_own(tmp_path, widths):
         one = replace(cell, path=tmp_path / "one" / cell.path.relative_to(tmp_path))
         run_cells([one])
         assert_same_run(cell.path, one.path)
+
+
+def test_runs_share_the_seconds_of_the_training_they_did_together(tmp_path, monkeypatch):
+    train = CohortExecutor.train
+
+    def slow(self, requests):
+        time.sleep(1)
+        return train(self, requests)
+
+    monkeypatch.setattr(CohortExecutor, "train", slow)
+    layout = cells(replace(base(), rounds=1), ["fedavg"], range(3), tmp_path)
+    run_cells(layout)
+    spent = [RunFolder(cell.path).read_rounds()[0].seconds for cell in layout]
+    assert min(spent) > 0.1 and 1 <= sum(spent) < 3
 
 
 def test_a_run_that_diverges_or_fails_harms_no_other(tmp_path, monkeypatch):
@@ -282,6 +297,19 @@ def test_rows_are_looked_up_in_one_copy_of_the_data():
         assert torch.equal(people.population.apart().inputs, own.inputs)
 
 
+def test_one_copy_is_kept_of_every_dataset_and_of_every_way_to_read_a_table():
+    copies = OneCopy()
+    usual = base()
+    others = [
+        replace(usual, data=replace(usual.data, name="other")),
+        replace(usual, table=TableConfig(drop=("age",))),
+    ]
+    first = copies.dataset(usual, lambda: load("digits"))
+    found = [copies.dataset(other, lambda: load("digits")) for other in others]
+    assert len({id(dataset) for dataset in (first, *found)}) == 3
+    assert copies.dataset(replace(usual, rounds=9), lambda: None) is first
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -294,6 +322,8 @@ def test_rows_are_looked_up_in_one_copy_of_the_data():
         {"data": replace(base().data, normalise="symmetric")},
         {"data": replace(base().data, augment=True)},
         {"sim": replace(base().sim, precision="fp64")},
+        {"sim": replace(base().sim, chunk=3)},
+        {"sim": replace(base().sim, memory=0.5)},
     ],
 )
 def test_runs_that_train_otherwise_are_no_rows_of_one_matrix(changes):
@@ -310,6 +340,7 @@ def test_runs_that_train_otherwise_are_no_rows_of_one_matrix(changes):
         {"executor": "loop"},
         {"compile": "on"},
         {"evaluate_train": True},
+        {"executor": "auto", "workers": 2},
     ],
 )
 def test_runs_that_join_no_others(changes, monkeypatch):

@@ -209,6 +209,15 @@ def test_blocks_of_rows_change_nothing(method, bytes_, monkeypatch):
     assert_the_same(federation, chunk=2)
 
 
+def test_all_rows_are_aligned_alike():
+    """Products may round otherwise where memory is aligned otherwise."""
+    models = torch.arange(15.0).view(3, 5)
+    copy = lean._aligned(models)
+    assert torch.equal(copy, models)
+    assert len({row.data_ptr() % 64 for row in copy}) == 1
+    assert len({row.data_ptr() % 64 for row in models}) > 1
+
+
 ROUNDED = {"fedgrab"}  # a product of what it broadcasts, of one matrix or of several
 
 

@@ -8,7 +8,7 @@ from scipy import stats
 from tune.asking import ROWS, base, planted, request
 
 from fedbasin.core.expressions import parse
-from fedbasin.core.record import RunFolder
+from fedbasin.core.record import Headline, RunFolder
 from fedbasin.experiment import build
 from fedbasin.experiment.config import (
     read_experiment,
@@ -19,6 +19,9 @@ from fedbasin.tuning import TuneError, read_over, tune
 from fedbasin.tuning.arguments import arguments_of, with_values
 from fedbasin.tuning.points import settings, sobol
 from fedbasin.tuning.result import table_lines, trial_lines, tuned_rows, verdict_of, write_report
+from fedbasin.tuning.search import Trial
+from fedbasin.tuning.search import _ordered as ordered
+from fedbasin.tuning.search import _score as score_of
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +122,34 @@ def test_halving_goes_on_from_checkpoints_and_drops_the_worst(plain, tmp_path, m
     assert len({row.client_rounds for row in tuned_rows(halved)}) == 1
     trained.clear()
     assert trial_lines(tune(asked, tmp_path)) == trial_lines(halved) and not trained
+
+
+def test_a_score_at_an_early_round_forgets_the_rounds_after_it(plain):
+    cell = plain.request.tuning_cell(plain.out, "fedavg", 0, (0.05,), 0)
+    curve = [record.metric("accuracy") for record in RunFolder(cell.path).read_rounds()]
+    assert score_of(cell.path, 2) == pytest.approx(np.mean(curve[:2]))
+    assert score_of(cell.path, 6) == pytest.approx(np.mean(curve)) != score_of(cell.path, 2)
+    assert score_of(cell.path, 7) is None
+
+
+def test_a_setting_that_ran_longer_is_chosen_before_one_that_was_stopped_with_a_better_score():
+    stopped = Trial("fedavg", 0, {}, 2, (0.9,))
+    ended = Trial("fedavg", 1, {}, 6, (0.8,))
+    diverged = Trial("fedavg", 2, {}, 6, (None,))
+    assert ordered([diverged, stopped, ended], Headline()) == [ended, stopped, diverged]
+
+
+def test_every_rung_ends_with_a_scored_round():
+    usual = base(rounds=20)
+    sparse = replace(usual, sim=replace(usual.sim, evaluate_every=4))
+    asked = replace(request(halving=2), base=sparse)
+    assert asked.rungs() == [(4, 4), (2, 8), (1, 20)]
+
+
+def test_a_whole_argument_gets_whole_values_from_any_range():
+    (window,) = arguments_of("ima(start=0.5)", base(), read_over(["ima.window=2.0..9.0:linear"]))
+    assert window.space.whole and window.space.at(0.4) == 5
+    assert isinstance(window.space.at(0.4), int)
 
 
 def test_a_method_that_always_diverges_is_reported_and_others_go_on(tmp_path):

@@ -41,9 +41,10 @@ class Range:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.low) and math.isfinite(self.high)):
             raise SpaceError(f"the range {self} is not finite")
-        if self.low >= self.high:
-            word = "empty" if self.low == self.high else "reversed"
-            raise SpaceError(f"the range {self} is {word}: write the smaller number first")
+        if self.low == self.high:
+            raise SpaceError(f"the range {self} is empty: write two different numbers")
+        if self.low > self.high:
+            raise SpaceError(f"the range {self} is reversed: write the smaller number first")
         if self.scale == "log" and self.low <= 0:
             raise SpaceError(
                 f"the range {self} is on a log scale: begin above 0, or write {self.low:g}.."

@@ -52,7 +52,7 @@ class Dense:
             task: what its outputs mean.
             axes: of stored rows; with two they are flat already.
         """
-        if net.draws or net.mixed or net.frozen_size or not net.plain:
+        if net.draws or net.mixed or not net.plain:
             return None
         found: list[_Layer] = []
         flat = axes == 2
@@ -66,6 +66,7 @@ class Dense:
                 found[-1] = found[-1]._replace(rectified=True)
             else:
                 return None
+        # frozen parts are not in the layout
         known = {n for layer in found for n in (layer.weight, layer.bias) if n is not None}
         if not flat or not found or known != set(net.layout.names):
             return None
