@@ -255,6 +255,7 @@ BROKEN = {
     "no numbers": lambda r: r.content["secure"].pop("numbers"),
     "in plain": lambda r: r.content.__setitem__("arrays", r.content.pop("secure")),
     "another round": lambda r: r.content["metrics"].__setitem__("server-round", 7),
+    "too large": lambda r: r.content.__setitem__("x", ArrayRecord({"x": Array(np.zeros(1 << 14))})),
 }
 
 

@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from torch import Tensor
 
 from fedbasin.core.vectors import Layout
+from fedbasin.deploy.bounds import MOST_NUMBERS, check_size
 from fedbasin.deploy.clients import ASK, TooFewNodes
 from fedbasin.deploy.cohort import Cohort
 from fedbasin.deploy.mail import GaveUp
@@ -22,6 +23,7 @@ from fedbasin.deploy.secure.settings import SECURE
 from fedbasin.deploy.secure.update import collected_of
 from fedbasin.deploy.wire import Refused, content_bytes, fault, read_array, the_record
 
+_MOST_FOR_ONE = 1024  # bytes of shares and hashes for one other client
 _log = logging.getLogger("flwr")
 
 
@@ -58,6 +60,7 @@ class MaskedCollector:
         """
         if reply.metadata.src_node_id != node:
             raise Refused(f"it comes from node {reply.metadata.src_node_id}, node {node} was asked")
+        size = check_size(reply.content, 4 * self.protocol.size + MOST_NUMBERS)
         told = the_record(reply.content, MetricRecord)
         for key, expected in (("server-round", self.round + 1), ("partition-id", client)):
             if told.get(key) != expected:
@@ -66,7 +69,7 @@ class MaskedCollector:
         if set(arrays) != {WORDS, NUMBERS}:
             raise Refused(f"its arrays are {sorted(arrays)[:5]}, expected {WORDS} and {NUMBERS}")
         self.protocol.take_masked(client, read_array(arrays[WORDS]), read_array(arrays[NUMBERS]))
-        self.bytes_up += content_bytes(reply.content)
+        self.bytes_up += size
 
     def agreed(self) -> int:
         """Return how many replies were taken."""
@@ -244,7 +247,8 @@ class SecureCohort(Cohort):
             try:
                 if reply.has_error():
                     raise Refused(fault(reply))
-                self.collector.bytes_up += content_bytes(reply.content)
+                most = MOST_NUMBERS + _MOST_FOR_ONE * len(nodes)
+                self.collector.bytes_up += check_size(reply.content, most)
                 take(client, the_record(reply.content, ConfigRecord))
             except Refused as reason:
                 self.refuse(client, node, f"{stage}: {reason}")
