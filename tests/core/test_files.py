@@ -94,9 +94,14 @@ def test_a_full_disk_at_the_end_of_a_round_is_one_line(tmp_path, monkeypatch):
     def no_room(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    why = r"rounds\.jsonl cannot be written \(No space.*resume"
     monkeypatch.setattr(os, "fsync", no_room)
-    with pytest.raises(FileError, match=r"rounds\.jsonl cannot be written \(No space.*resume"):
-        RunFolder(tmp_path).append(RoundRecord(1))
+    RunFolder(tmp_path).append(RoundRecord(1))
+    with pytest.raises(FileError, match=why):
+        RunFolder(tmp_path).sync_rounds()
+    monkeypatch.setattr(RoundRecord, "line", no_room)
+    with pytest.raises(FileError, match=why):
+        RunFolder(tmp_path).append(RoundRecord(2))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,8 @@ def test_lines_and_folders_reach_the_disk(tmp_path, monkeypatch):
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), real(handle)))
     RunFolder(tmp_path).append(RoundRecord(1))
+    assert not synced
+    RunFolder(tmp_path).sync_rounds()
     assert len(synced) == 1
     write_atomically(tmp_path / "text", "new")
     assert len(synced) == 3  # the file, then its folder

@@ -21,7 +21,7 @@ from fedbasin.core.lock import Busy, alone_in
 from fedbasin.core.method import ReplyError
 from fedbasin.core.record import RecordError, RunFolder
 from fedbasin.core.sink import Sink, SinkError
-from fedbasin.core.state import same
+from fedbasin.core.state import same, save
 from fedbasin.deploy import FedbasinStrategy, Guard, Records, ServerSide
 from fedbasin.deploy.client_state import ClientStateStore
 from fedbasin.deploy.wire import Refused
@@ -62,6 +62,26 @@ def stopping_grid(federation, after, **settings):
         return [reply]
 
     return LocalGrid(app_for(federation), 6, tamper, **settings)
+
+
+def test_records_reach_the_disk_before_each_checkpoint(tmp_path, monkeypatch):
+    events = []
+    sync = RunFolder.sync_rounds
+
+    def synced(folder):
+        sync(folder)
+        events.append(("synced", len(folder.read_rounds())))
+
+    def saved(path, checkpoint):
+        events.append(("saved", checkpoint.server.round))
+        save(path, checkpoint)
+
+    monkeypatch.setattr(RunFolder, "sync_rounds", synced)
+    monkeypatch.setattr("fedbasin.deploy.resume.save", saved)
+    federation = federation_of("fedavg")
+    start(federation, LocalGrid(app_for(federation), 6), tmp_path / "a")
+    expected = [(what, n) for n in range(1, 5) for what in ("synced", "saved")]
+    assert [event for event in events if event[1]] == expected
 
 
 @pytest.mark.parametrize(("expression", "after"), STOPS)

@@ -1,6 +1,7 @@
 import signal
 import time
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from fedbasin.core.protocols import shared_prefix
 from fedbasin.core.record import RunFolder
 from fedbasin.core.rng import root
 from fedbasin.core.round import Probed, ProbeRequest, Returned, Traffic, one_round
-from fedbasin.core.state import read
+from fedbasin.core.state import read, save
 from fedbasin.local import Prox
 from fedbasin.methods import FedAvg, FedProx, Mime, Scaffold
 from fedbasin.sim import Diverged, Interrupted, run
@@ -296,6 +297,40 @@ def test_resuming_into_a_round_without_replies_still_knows_one_model_from_two(tm
         run(federation, folder, {}, checkpoint_every=1, on_round=crash)
     run(federation, folder, {}, checkpoint_every=1)
     assert all(r.metric("accuracy_send") is None for r in folder.read_rounds())
+
+
+def test_records_reach_the_disk_before_each_checkpoint_and_the_summary(tmp_path, monkeypatch):
+    """After a power cut the file of records holds every round that the checkpoint knows."""
+    events = []
+    sync = RunFolder.sync_rounds
+    write = RunFolder.write_summary
+
+    def synced(folder):
+        sync(folder)
+        events.append(("synced", len(folder.read_rounds())))
+
+    def saved(path, checkpoint):
+        events.append(("saved", checkpoint.server.round))
+        save(path, checkpoint)
+
+    def wrote(folder, summary):
+        events.append(("summary", summary["rounds"]))
+        write(folder, summary)
+
+    monkeypatch.setattr(RunFolder, "sync_rounds", synced)
+    monkeypatch.setattr(RunFolder, "write_summary", wrote)
+    monkeypatch.setattr("fedbasin.sim.runner.save", saved)
+    federation = toy_federation(FedAvg(), rounds=5)
+    run(federation, RunFolder(tmp_path), {}, checkpoint_every=2, branching=[3])
+    assert [(what, n) for what, n in events if what != "synced"] == [
+        ("saved", 2),
+        ("saved", 3),
+        ("saved", 4),
+        ("saved", 5),
+        ("summary", 5),
+    ]
+    before = pairwise(events)
+    assert all(first == ("synced", n) for first, (what, n) in before if what != "synced")
 
 
 def test_a_run_writes_its_folder(tmp_path):

@@ -27,12 +27,13 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from fedbasin.core.files import FileError, parsed_json, replacing
 
@@ -293,12 +294,24 @@ class RunFolder:
         return self.path / "analysis"
 
     def append(self, record: RoundRecord) -> None:
-        """Add one line and hand it to the disk: a checkpoint never knows more rounds."""
+        """Add one line; a killed process leaves it there."""
+        with self._open_rounds() as file:
+            file.write(record.line() + "\n")
+
+    def sync_rounds(self) -> None:
+        """Hand the lines to the disk, before a checkpoint that knows their rounds.
+
+        Lines after the last checkpoint need not outlast a power cut: resuming trains these rounds
+        again. To sync each of them takes as long as a round of a small run.
+        """
+        with self._open_rounds() as file:
+            os.fsync(file.fileno())
+
+    @contextmanager
+    def _open_rounds(self) -> Iterator[TextIO]:
         try:
             with self.rounds.open("a", encoding="utf-8") as file:
-                file.write(record.line() + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+                yield file
         except OSError as error:
             raise FileError(
                 f"{self.rounds} cannot be written ({error.strerror or error}); make room, then "

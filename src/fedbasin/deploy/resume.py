@@ -181,6 +181,7 @@ class Journal:
         due = last or record.round % self.settings.checkpoint_every == 0
         if not due and failed is None:
             return False
+        self.folder.sync_rounds()
         save(self.folder.checkpoint, self._saved(server))
         if failed is not None:
             raise failed

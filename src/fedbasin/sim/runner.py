@@ -122,10 +122,12 @@ def course(
                 ends = on_round is not None and on_round(record) is True
                 failed = log.record(record)
                 if record.round in branching:
+                    folder.sync_rounds()
                     _save_branching(folder, Checkpoint(server, states.kept(), seconds()))
                 last = ends or record.round == end
                 if last or stopping() or failed or record.round % checkpoint_every == 0:
                     _write_clients(federation, records, folder)
+                    folder.sync_rounds()
                     save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
                     states.mark_saved()
                     federation.sweep()
@@ -149,6 +151,7 @@ def course(
             facts | summary_of(records, seconds(), federation.headline, status, reason) | _peaks()
         )
         summary |= federation.facts() | {"client_states": states.where}
+        folder.sync_rounds()
         folder.write_summary(summary)
     if status == "finished":
         _ship(federation, server, folder)
