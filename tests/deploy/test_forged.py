@@ -14,7 +14,7 @@ pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
 from deploy.grids import LocalGrid, app_for, strategy_for
 from deploy.test_refusals import CULPRIT, changed, run
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
@@ -356,6 +356,17 @@ def test_an_evaluation_that_cannot_be_is_left_out(facts):
         replies.append(Message(RecordDict({"metrics": MetricRecord(said)}), reply_to=asked))
     found = mean_of(evaluations(replies, "num-examples", ratios=["accuracy"]))
     assert dict(found) == {"accuracy": 0.8, "loss": 1.0}
+
+
+@pytest.mark.parametrize(("code", "blamed"), [(2, [7]), (3, [])])
+def test_a_node_that_is_gone_is_not_blamed_for_its_evaluation(code, blamed):
+    """Flower answers for it; code 2 says that its own app has failed."""
+    asked = Message(RecordDict(), 7, "evaluate")
+    asked.metadata.__dict__["_message_id"] = "1"
+    reply = Message(Error(code, "no"), reply_to=asked)
+    refused = []
+    found = evaluations([reply], "num-examples", refuse=lambda node, reason: refused.append(node))
+    assert not found and refused == blamed
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ def test_clients_may_be_lost_in_any_stage(case):
     assert (record.replies, record.dropped) == (6 - len(missing), len(missing))
     assert {c for c in range(6) if strategy.journal.merged[c]} == set(range(6)) - missing
     assert record.notes["secure_over_rows"] == 0
+    assert not strategy.journal.refused  # a node that is gone has done nothing wrong
 
 
 def test_a_silent_client_is_lost_like_one_that_answers_with_an_error():
@@ -217,10 +218,12 @@ def test_without_enough_keys_the_run_stops_with_a_message():
         run("fedavg", replace(FINE, threshold=4), lost={(1, KEYS): [0, 1, 2]}, patience=0.1)
 
 
-def test_others_are_asked_for_keys_in_place_of_lost_clients():
+@pytest.mark.parametrize("silent", [False, True])
+def test_others_are_asked_for_keys_in_place_of_lost_clients(silent):
     who = "count(clients=3)"
     cohort = sorted(run("fedavg", FINE, who=who)[0]._cohort.asked)
-    strategy, _ = run("fedavg", FINE, who=who, lost={(1, KEYS): cohort[:1]})
+    lost = {(1, KEYS): cohort[:1]}
+    strategy, _ = run("fedavg", FINE, who=who, lost=lost, silent=silent, timeout=1.0)
     assert strategy.journal.records[0].replies == 3
     assert cohort[0] not in strategy._cohort.collector.clients
 

@@ -19,10 +19,9 @@ from fedbasin.deploy.audit import Refusal
 from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.mail import GaveUp
 from fedbasin.deploy.replies import Collected, Collector
-from fedbasin.deploy.wire import Refused, content_bytes, fault, write_tree
+from fedbasin.deploy.wire import Refused, content_bytes, fault, from_flower, write_tree
 
 MERGED = "merged"  # the record that says which round of a client was merged last
-_CLIENT_FAULTS = (1, 2)  # Flower's codes for an app that cannot be loaded, or raises
 _MOST_REASONS = 10_000  # that are counted apart
 _log = logging.getLogger("flwr")
 
@@ -181,8 +180,8 @@ class Cohort:
         """Take good replies. Refuse the others with the client and the reason."""
         for reply in replies:
             node = self._sent.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
-            if reply.has_error() and reply.error.code not in _CLIENT_FAULTS:
-                self._gave_up(node, fault(reply))  # Flower answers for a node that is gone
+            if from_flower(reply):
+                self._gave_up(node, fault(reply))
                 continue
             client = self.clients.client(node)
             self.clients.heard(node, answered=True)

@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result
 from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.served import PREFIXES, Cell, ClientTable, columns_of
 from fedbasin.deploy.bounds import MOST_NUMBERS, MOST_ROWS, check_size
-from fedbasin.deploy.wire import LARGEST, Refused, fault, number, the_record
+from fedbasin.deploy.wire import LARGEST, Refused, fault, from_flower, number, the_record
 
 _ADDRESS = ("server-round", "partition-id")  # numbers that say whose reply it is
 _LONGEST_NAME = 64  # characters of a metric's name, which becomes a column of the records
@@ -83,7 +83,8 @@ def evaluations(
         except Refused as reason:
             failures += 1
             _log.warning("\t> No evaluation from %s: %s", who(node), reason)
-            refuse(node, f"its evaluation: {reason}")
+            if not from_flower(reply):
+                refuse(node, f"its evaluation: {reason}")
             continue
         named = {k: float(v) for k, v in plain.items() if k not in (weight_key, *_ADDRESS)}
         found.append(Evaluation(node, weight, named))

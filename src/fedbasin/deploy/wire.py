@@ -34,6 +34,7 @@ _STATISTICS = ("running_mean", "running_var")  # what BatchNorm calls its float 
 _DEEPEST = 8  # levels of a skeleton
 _LONGEST = 1 << 16  # characters of a skeleton
 _LONGEST_REASON = 300  # characters
+_CLIENT_FAULTS = (1, 2)  # Flower's codes for an app that cannot be loaded, or raises
 LARGEST = 1e15  # the squares of 10^8 such numbers add up in float32
 _MOST_AXES = 32  # of an array
 _MOST = 2.0**53  # of anything counted: beyond, sums are no longer whole numbers, or overflow
@@ -346,6 +347,11 @@ def the_record(content: RecordDict, kind: type[Any], key: str | None = None) -> 
         return next(iter(records.values()))
     wanted = f"the {kind.__name__} {key!r}" if key else f"exactly one {kind.__name__}"
     raise Refused(f"the message has {len(records)} of {kind.__name__}, expected {wanted}")
+
+
+def from_flower(reply: Message) -> bool:
+    """Whether Flower answers with an error for a node that is gone, and not the node's own app."""
+    return bool(reply.has_error()) and reply.error.code not in _CLIENT_FAULTS
 
 
 def fault(reply: Message) -> str:

@@ -21,7 +21,7 @@ from fedbasin.deploy.secure.quantise import Sums, rounding
 from fedbasin.deploy.secure.server import RoundFailed, ServerProtocol
 from fedbasin.deploy.secure.settings import SECURE
 from fedbasin.deploy.secure.update import collected_of
-from fedbasin.deploy.wire import Refused, content_bytes, fault, read_array, the_record
+from fedbasin.deploy.wire import Refused, content_bytes, fault, from_flower, read_array, the_record
 
 _MOST_FOR_ONE = 1024  # bytes of shares and hashes for one other client
 _log = logging.getLogger("flwr")
@@ -240,10 +240,15 @@ class SecureCohort(Cohort):
         sent = self.clients.send(messages)
         for reply in self.clients.replies(sent, self.timeout):
             if isinstance(reply, GaveUp):
+                self._failed.add(whose[reply.node])
                 self._gave_up(reply.node, reply.reason)
                 continue
             node = sent[reply.metadata.reply_to_message_id]
             client = whose[node]
+            if from_flower(reply):
+                self._failed.add(client)
+                self._gave_up(node, fault(reply))
+                continue
             try:
                 if reply.has_error():
                     raise Refused(fault(reply))
