@@ -68,7 +68,7 @@ everything: | $(BIN)/python ## install what lint, test (with Flower) and docs ne
 	@touch $(addprefix $(VENV)/,.core .dev .flower .docs)
 
 docs: $(VENV)/.docs ## run the notebooks and build the docs site into site/, which opens from disk
-	PATH="$(CURDIR)/$(BIN):$$PATH" FEDBASIN_RUN_NOTEBOOKS=true $(BIN)/mkdocs build --strict
+	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 FEDBASIN_RUN_NOTEBOOKS=true $(BIN)/mkdocs build --strict
 
 stranger: ## the path of a new user, timed: clone, first table, own CSV, own federation (minutes)
 	tests/stranger.sh
