@@ -37,14 +37,15 @@ _ALIKE = 1e-6  # steps that differ by rounding alone
     uses=("groups",),
 )
 def show_fit(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
-    """Draw the fit of an early, a middle and the last round of each run."""
+    """Draw gamma in an early, a middle and the last round of each run, and lambda in the last."""
     gammas = []
     left = []
     panels: list[Panel] = []
     notes = []
     for subject in subjects:
         name = label(subject, subjects)
-        for record in _stages(subject):
+        stages = _stages(subject)
+        for record in stages:
             at = f"{name}, round {record.round}"
             path = _path(record)
             epochs = numbers(torch.arange(len(path)))
@@ -58,9 +59,11 @@ def show_fit(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fou
                 left.append(Line(f"{at}, {what}", epochs, numbers(share)))
                 told.append(f"{what} has 5 % of its way left from epoch {settled(share)} on")
             notes.append(f"{at}: {', '.join(told)} (of {len(path) - 1})")
-        cohort = subject.data.cohort(record.round).tolist()
-        lines = _weights(path, cohort, options, epochs)
-        panels.append(Lines(f"lambda: {at}", "server epoch", "lambda", lines))
+        last = stages[-1]
+        cohort = subject.data.cohort(last.round).tolist()
+        lines = _weights(_path(last), cohort, options)
+        title = f"lambda: {name}, round {last.round}"
+        panels.append(Lines(title, "server epoch", "lambda", lines))
     return Found(
         [
             Lines("gamma", "server epoch", "gamma", tuple(gammas)),
@@ -91,10 +94,9 @@ def _path(record: RoundRecord) -> Tensor:
     return flat.reshape(-1, clients + 1)
 
 
-def _weights(
-    path: Tensor, cohort: Sequence[int], options: Options, epochs: tuple[float, ...]
-) -> tuple[Line, ...]:
+def _weights(path: Tensor, cohort: Sequence[int], options: Options) -> tuple[Line, ...]:
     """Return each client's lambda, or the mean of each group, by epoch."""
+    epochs = numbers(torch.arange(len(path)))
     groups = options.groups or tuple(frozenset({client}) for client in cohort)
     lines = []
     for number, group in enumerate(groups, start=1):
