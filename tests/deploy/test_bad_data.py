@@ -40,7 +40,7 @@ from fedbasin.deploy.own_rows import Held
 from fedbasin.deploy.secure.client import KEYS, SHARES, UNMASK
 
 MARK = "Quibbleworth"
-DIGITS = "8675309"
+DIGITS = "867530986753"
 FOLDER = "of Merriweather"
 HEADER = "age,smokes,sex,died,name\n"
 WHO = ("first", "second", "third")
@@ -210,7 +210,7 @@ def text_in_several_targets(site):
 
 
 def clients_by_name(site):
-    rows = [{"age": float("inf") if n == 3 else 1.0, "died": n % 2} for n in range(20)]
+    rows = [{"age": 1.0, "died": None if n == 3 else n % 2} for n in range(20)]
     return from_clients({MARK: rows, "x": rows}, "died")
 
 
@@ -221,10 +221,6 @@ def client_of_one_name(site):
 
 def arrays_of_text(site):
     return [[MARK, 1.0], ["61", 2.0]], [0, 1]
-
-
-def arrays_of_two_lengths(site):
-    return np.zeros((4, 3)), np.zeros(86753)
 
 
 def neither_dataset_nor_arrays(site):
@@ -345,7 +341,6 @@ KINDS = (
     Kind(clients_by_name, ("DataError " + MORE,)),
     Kind(client_of_one_name, ("DataError " + MORE,)),
     Kind(arrays_of_text, ("its arrays (x, y) are not rows that",), "str1024"),
-    Kind(arrays_of_two_lengths, ("its arrays (x, y) are not rows that",), "86753"),
     Kind(neither_dataset_nor_arrays, ("its data is dict: give a fedbasin.data.Dataset",), "dict"),
     Kind(text_that_is_none, (ROW, "a value is no text: fill in one")),
     Kind(tokens_that_are_none, ("DataError " + MORE,)),
@@ -360,7 +355,8 @@ KINDS = (
     Kind(users_own_data_error, ("DataError " + MORE,)),
     Kind(without_a_text, ("Textless " + MORE,), "Textless"),
 )
-PLANTED = (MARK, DIGITS, FOLDER, "86753", "1961", "1e999", "patient", "carcinoma")
+# Long ones: a hash or a random number does not hold them by chance.
+PLANTED = (MARK, DIGITS, FOLDER, "1961, 3", "1961-03", "patient", "carcinoma")
 by_name = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.make.__name__)
 
 
@@ -544,7 +540,7 @@ def quoting(rows, key=None):
     [
         ({"make_module": lambda: Quoting(5, 2)}, 1, "RuntimeError " + MORE, MARK),
         ({"transform": quoting}, 1, "KeyError " + MORE, MARK),
-        ({}, int(DIGITS), "RuntimeError " + MORE, DIGITS),
+        ({}, -int(DIGITS), "Error " + MORE, "Error: "),
     ],
     ids=["network", "transform", "label"],
 )

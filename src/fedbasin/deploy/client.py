@@ -259,7 +259,7 @@ def app_of(setup: Callable[[Context], ClientSetup]) -> ClientApp:
             except Exception as error:
                 _log.error("this client cannot answer", exc_info=error)
                 shown = bare_text(error)
-            # Outside of the handler: Flower sends the text of what is raised, and logs its chain.
+            # Outside of the handler: the log has the error already. Flower sends what is raised.
             raise Refused(shown)
 
         return handle
