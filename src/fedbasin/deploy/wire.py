@@ -24,6 +24,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from scipy.linalg.blas import daxpy, saxpy
 from torch import Tensor
 
+from fedbasin.core.errors import TwoTextError
 from fedbasin.core.net import Net
 from fedbasin.core.tree import parts_of
 from fedbasin.core.vectors import Layout
@@ -40,11 +41,15 @@ _MOST_AXES = 32  # of an array
 _MOST = 2.0**53  # of anything counted: beyond, sums are no longer whole numbers, or overflow
 
 
-class Refused(ValueError):
-    """A message that must not be used, with the reason."""
+class Refused(TwoTextError, ValueError):
+    """A message that must not be used, with the reason.
+
+    The reason quotes messages and settings, never rows, so it is the bare text too.
+    """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(printable(reason))
+        shown = printable(reason)
+        super().__init__(shown, shown)
 
 
 def printable(text: str) -> str:
