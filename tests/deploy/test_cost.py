@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from uuid import uuid4
 
 import numpy as np
@@ -19,6 +20,7 @@ from fedbasin.deploy import FedbasinStrategy
 
 PARTS = 40  # of a model of 16 MB
 PART = 100_000
+CLIENTS = 40
 SIZE = PARTS * PART
 
 
@@ -27,7 +29,13 @@ def model(value):
 
 
 class Crowd(LocalGrid):
-    """Many clients whose models come into being when they are pulled."""
+    """Many clients whose models come into being when they are pulled.
+
+    From the first one on, what is held in memory is counted.
+    """
+
+    counting = None
+    memory = None
 
     def push_messages(self, messages):
         for message in messages:
@@ -43,6 +51,8 @@ class Crowd(LocalGrid):
             if message.metadata.message_type == "query":
                 reply = Message(Error(2, "no query"), reply_to=message)
             else:
+                if self.memory is None:
+                    self.memory = self.counting.enter_context(allocated())
                 arrays = model(float(self.client(node)))
                 metrics = MetricRecord({"num-examples": 1 + self.client(node)})
                 content = RecordDict({"arrays": arrays, "metrics": metrics})
@@ -52,24 +62,21 @@ class Crowd(LocalGrid):
         return []
 
 
-def most_held(clients):
-    """Run a round; return how many models the server held in memory at once."""
-    grid = Crowd(ClientApp(), clients)
-    strategy = FedbasinStrategy("fedavg", fraction_evaluate=0.0)
-    start = model(0.0)
-    with allocated() as memory:
-        result = strategy.start(grid, start, num_rounds=1, timeout=60)
-    weights = torch.arange(1, clients + 1, dtype=torch.float64)
+def test_replies_are_averaged_within_three_models_of_memory():
+    grid = Crowd(ClientApp(), CLIENTS)
+
+    class Measured(FedbasinStrategy):
+        def aggregate_train(self, server_round, replies):
+            with ExitStack() as grid.counting:
+                return super().aggregate_train(server_round, replies)
+
+    strategy = Measured("fedavg", fraction_evaluate=0.0)
+    result = strategy.start(grid, model(0.0), num_rounds=1, timeout=60)
+    weights = torch.arange(1, CLIENTS + 1, dtype=torch.float64)
     expected = float((weights * (weights - 1)).sum() / weights.sum())
     for found in result.arrays.to_torch_state_dict().values():
         torch.testing.assert_close(found, torch.full((PART,), expected), rtol=1e-4, atol=1e-3)
     assert strategy._cohort.collector.stream == "samples"
-    assert strategy.journal.records[0].replies == clients
-    return memory.most / (4 * SIZE)
-
-
-def test_replies_are_averaged_in_memory_that_does_not_grow_with_the_cohort():
-    """Twenty clients are enough to average as replies arrive; forty take no more."""
-    few = most_held(20)
-    assert few < 7.5  # with what is sent, and what Flower makes of it
-    assert most_held(40) < few + 0.5
+    held = grid.memory.most / (4 * SIZE)
+    assert held < 3.5, held  # the cohort would be forty
+    assert strategy.journal.records[0].replies == CLIENTS

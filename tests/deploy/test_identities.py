@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
-from counting import Clock
 from deploy.grids import LocalGrid, app_for, strategy_for
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -22,15 +21,6 @@ from fedbasin.deploy.mail import Mailbox
 from fedbasin.deploy.wire import Refused
 from fedbasin.sim.population import Population
 from fedbasin.testing import toy_federation
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """The server's clock: what it waits for takes seconds of this clock and none of ours."""
-    made = Clock()
-    for module in ("clients", "mail"):
-        monkeypatch.setattr(f"fedbasin.deploy.{module}.time", made)
-    return made
 
 
 def app():

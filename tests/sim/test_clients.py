@@ -1,7 +1,6 @@
 """What clients keep is the same in memory and on disk, survives a crash, and fits."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
