@@ -1,5 +1,6 @@
 """Shared by all tests: one thread, the same draws each time, and helpers that can be imported."""
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -12,6 +13,11 @@ from hypothesis import HealthCheck, settings
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 torch.set_num_threads(1)
+# Settings of a terminal, of a CI service or of the user's own cluster. They change what is shown.
+for name in ("CLICOLOR_FORCE", "COLORTERM", "COLUMNS", "FEDBASIN_DEBUG", "FORCE_COLOR",
+             "GITHUB_ACTIONS", "LINES", "NO_COLOR", "PY_COLORS", "RAY_ADDRESS", "TERM",
+             "TERMINAL_WIDTH", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):  # fmt: skip
+    os.environ.pop(name, None)
 # The command line's console is as wide as it was when the room was first imported. That must not
 # depend on which test comes first.
 with mock.patch.dict("os.environ", COLUMNS="200"):
