@@ -136,7 +136,7 @@ def test_a_silent_newcomer_holds_nobody_up_for_long(clock):
     clients = newcomer(1e9, clock)
     began = clock.now
     assert sorted(clients.wait(5)) == [0, 1, 2, 3, 4]
-    assert 10 < clock.now - began < 11  # not half of the patience
+    assert 10 < clock.now - began < 15  # not half of the patience
     assert sorted(clients.online()) == [0, 1, 2, 3, 4]
     assert not clients.mail.late and list(clients._open.values()) == [7777]  # it may still say so
 
@@ -144,7 +144,7 @@ def test_a_silent_newcomer_holds_nobody_up_for_long(clock):
 def test_a_node_that_is_silent_from_the_start_holds_nobody_up_for_long(clock):
     clients = Clients(Mailbox(Lossy(app(), 6)), patience=600.0)
     began = clock.now
-    assert len(clients.wait(2)) == 5 and 10 < clock.now - began < 11
+    assert len(clients.wait(2)) == 5 and 10 < clock.now - began < 15
 
 
 @pytest.mark.parametrize(("seconds", "known"), [(69, 6), (71, 5)])
