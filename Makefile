@@ -19,10 +19,10 @@ demo: $(VENV)/.core ## install, then watch methods compete on the digits (under 
 	$(BIN)/fedbasin demo
 
 test: $(VENV)/.dev ## install the dev extra and run every test and doctest
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 300 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 900 $(ARGS)
 
 test-flower: $(VENV)/.flower ## install Flower and run the tests of deploy/ that start no federation
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 300 tests/deploy src/fedbasin/deploy $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 900 tests/deploy src/fedbasin/deploy $(ARGS)
 
 test-federation: $(VENV)/.flower ## all tests of deploy/, with SuperLinks and SuperNodes that are killed (minutes)
 	OMP_NUM_THREADS=1 FEDBASIN_TEST_FEDERATION=1 $(BIN)/python -m pytest --timeout 900 tests/deploy $(ARGS)
