@@ -21,7 +21,7 @@ from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan, Sampling
 from fedbasin.core.metric import Metric
 from fedbasin.core.needs import check_network, check_task
-from fedbasin.core.protocols import check_private, is_private
+from fedbasin.core.protocols import check_private, guarantee_of, is_private
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.round import (
@@ -168,7 +168,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 "others', which no accounting allows; leave guard out (dp clips every update)"
             )
         headline = self.server_side.headline()
-        self.journal = Journal(records or Records(), str(self.method), seed, headline)
+        records = records or Records()
+        records = replace(records, facts={**records.facts, **guarantee_of(self.method)})
+        self.journal = Journal(records, str(self.method), seed, headline)
 
     def summary(self) -> None:
         """Log what the strategy is."""
