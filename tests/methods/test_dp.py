@@ -20,6 +20,7 @@ from fedbasin.core.rng import root
 from fedbasin.core.rule import Setting
 from fedbasin.core.vectors import Layout
 from fedbasin.local.privacy import (
+    LARGEST_NORMAL,
     ClipAndNoise,
     ClipUpdate,
     LocalDP,
@@ -346,6 +347,12 @@ def test_real_clients_add_the_noise_that_the_rule_would():
     assert not secret_noise(vector, quiet, ((), (), sent, sent)).any()
 
 
+def test_no_secret_number_is_larger_than_the_largest(monkeypatch):
+    """Words of secure aggregation count on it. The smallest word gives the longest radius."""
+    monkeypatch.setattr("os.urandom", bytes)
+    assert float(secret_normal(2).abs().max()) == pytest.approx(LARGEST_NORMAL, rel=1e-12)
+
+
 def test_secret_numbers_are_normal():
     from scipy import stats
 
@@ -380,6 +387,33 @@ def test_cohorts_of_fixed_size_cost_what_replacing_a_client_does():
     fixed, poisson = Sampling("fixed", 100, 1000), Sampling("poisson", 100, 1000)
     assert accounting.epsilon(1.0, 100, 1e-3, poisson) == pytest.approx(5.66, rel=0.01)
     assert accounting.epsilon(1.0, 100, 1e-3, fixed) == pytest.approx(79, rel=0.01)
+
+
+@needs_accountant
+@pytest.mark.parametrize(
+    ("cohort", "clients", "z", "rounds", "delta", "recorded", "held"),
+    [
+        (50, 1000, 1.0, 80, 1e-5, 3.74, 4.30),
+        (20, 1000, 1.5, 500, 1e-4, 1.29, 3.27),
+        (20, 400, 1.0, 200, 1e-3, 3.75, 7.09),
+    ],
+)
+def test_what_an_adaptive_clip_cost_before_the_count_was_centred(
+    cohort, clients, z, rounds, delta, recorded, held
+):
+    """The changelog's numbers: a client moved the count by 1, of which s_b hides 1/2."""
+    sampling = Sampling("poisson", float(cohort), clients)
+    assert accounting.epsilon(z, rounds, delta, sampling) == pytest.approx(recorded, abs=0.006)
+    updates = DP(noise=z, adaptive=True)._update_noise(cohort)
+    effective = (updates**-2 + (cohort / 20) ** -2) ** -0.5
+    assert accounting.epsilon(effective, rounds, delta, sampling) == pytest.approx(held, abs=0.006)
+
+
+@needs_accountant
+def test_the_accountants_differ_by_as_much_as_the_page_says():
+    """docs/methods/trust.md, the last table's row with noise 1."""
+    assert accounting.epsilon(1.0, 80, 1e-5, POISSON) == pytest.approx(3.74, abs=0.005)
+    assert accounting.epsilon(1.0, 80, 1e-5, POISSON, "pld") == pytest.approx(3.20, abs=0.005)
 
 
 @needs_accountant

@@ -61,7 +61,7 @@ from fedbasin.deploy.resume import Journal
 from fedbasin.deploy.secure import Secure
 from fedbasin.deploy.secure.attempts import next_attempt
 from fedbasin.deploy.secure.cohort import MaskedCollector, SecureCohort
-from fedbasin.deploy.secure.fitness import check_cohorts, check_secure, session_of
+from fedbasin.deploy.secure.fitness import check_cohorts, check_noise, check_secure, session_of
 from fedbasin.deploy.secure.server import ServerProtocol
 from fedbasin.deploy.secure.update import size_of
 from fedbasin.deploy.settings import Handling, Records, ServerSide
@@ -517,6 +517,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             statistics=here.statistics,
         )
         fresh = Server(0, vector, vector, buffers, self.method.init(vector, self._context))
+        if self.secure is not None:
+            sent = self.method.broadcast(fresh.state, vector, self._context)
+            check_noise(self.secure, self.method.rules(), sent)
         self._server = self.journal.restored(fresh, self._clients.total)
         if self.secure is not None:
             folder = self.journal.folder
