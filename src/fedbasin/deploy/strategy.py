@@ -21,7 +21,7 @@ from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan, Sampling
 from fedbasin.core.metric import Metric
 from fedbasin.core.needs import check_network, check_task
-from fedbasin.core.protocols import check_private, is_private
+from fedbasin.core.protocols import check_private, guarantee_of, is_private
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.round import (
@@ -61,7 +61,7 @@ from fedbasin.deploy.resume import Journal
 from fedbasin.deploy.secure import Secure
 from fedbasin.deploy.secure.attempts import next_attempt
 from fedbasin.deploy.secure.cohort import MaskedCollector, SecureCohort
-from fedbasin.deploy.secure.fitness import check_cohorts, check_secure, session_of
+from fedbasin.deploy.secure.fitness import check_cohorts, check_noise, check_secure, session_of
 from fedbasin.deploy.secure.server import ServerProtocol
 from fedbasin.deploy.secure.update import size_of
 from fedbasin.deploy.settings import Handling, Records, ServerSide
@@ -168,7 +168,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 "others', which no accounting allows; leave guard out (dp clips every update)"
             )
         headline = self.server_side.headline()
-        self.journal = Journal(records or Records(), str(self.method), seed, headline)
+        records = records or Records()
+        records = replace(records, facts={**records.facts, **guarantee_of(self.method)})
+        self.journal = Journal(records, str(self.method), seed, headline)
 
     def summary(self) -> None:
         """Log what the strategy is."""
@@ -515,6 +517,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             statistics=here.statistics,
         )
         fresh = Server(0, vector, vector, buffers, self.method.init(vector, self._context))
+        if self.secure is not None:
+            sent = self.method.broadcast(fresh.state, vector, self._context)
+            check_noise(self.secure, self.method.rules(), sent)
         self._server = self.journal.restored(fresh, self._clients.total)
         if self.secure is not None:
             folder = self.journal.folder
