@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
+from counting import Clock
 from deploy.grids import LocalGrid, app_for, strategy_for
 from deploy.test_sklearn import CLIENTS, first, logistic_app
 from flwr.app import ArrayRecord, Error, Message, MessageType
@@ -41,7 +41,8 @@ def no_waiting(monkeypatch):
     def sleep(seconds):
         raise AssertionError("the round waits")
 
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    clock = Clock(tick=0.01)
+    monkeypatch.setattr(clock, "sleep", sleep)
     for room in ("cohort", "secure.cohort", "probe"):
         monkeypatch.setattr(f"fedbasin.deploy.{room}.time", clock)
 
@@ -136,7 +137,7 @@ def test_with_one_good_reply_of_two_the_round_ends_when_all_have_answered(no_wai
     assert sorted(run.trained()) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_client_that_is_not_there_yet_is_waited_for_while_a_reply_is_good(monkeypatch):
+def test_a_client_that_is_not_there_yet_is_waited_for_while_a_reply_is_good(clock, monkeypatch):
     """It comes in the first second that the round waits, and makes up the minimum."""
     run = Run(tamper=lambda c, r: [r] if c in (0, 5) else with_nan(r))
     (late,) = [node for node in run.grid.contexts if run.grid.client(node) == 5]
@@ -147,9 +148,7 @@ def test_a_client_that_is_not_there_yet_is_waited_for_while_a_reply_is_good(monk
         waits.append(seconds)
         run.grid.contexts[late] = context
 
-    monkeypatch.setattr(
-        "fedbasin.deploy.cohort.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    )
+    monkeypatch.setattr(clock, "sleep", sleep)
     run.start()
     assert len(waits) == 1 and run.strategy.journal.records[0].replies == 2
 
