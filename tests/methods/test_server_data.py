@@ -205,7 +205,7 @@ def test_the_best_model_on_rows_kept_aside_is_returned_and_they_are_never_traine
     proxy, trained = Recorder([]), []
     plain = Refinement("sgd", 0.1, (0.0, 0.9), epochs=40, batch=8, holdout=0.25)
     start = torch.zeros(1, dtype=torch.float64)
-    found = plain.run(start, towards_two(trained), proxy, root(0))
+    found, _ = plain.run(start, towards_two(trained), proxy, root(0))
     path = [2 - 2 * 0.9**k for k in range(0, 81, 2)]  # two steps an epoch
     assert float(found) == pytest.approx(min(path, key=lambda v: (v - 1) ** 2))
     held = set(proxy.asked[0])
@@ -224,7 +224,7 @@ def test_rows_kept_aside_are_rounded_up_and_one_is_left_to_train_on(holdout, hel
 def test_patience_ends_the_descent():
     proxy, trained = Recorder([]), []
     short = Refinement("sgd", 0.1, (0.0, 0.9), epochs=40, batch=8, holdout=0.25, patience=3)
-    found = short.run(torch.zeros(1).double(), towards_two(trained), proxy, root(0))
+    found, _ = short.run(torch.zeros(1).double(), towards_two(trained), proxy, root(0))
     assert float(found) == pytest.approx(2 - 2 * 0.9**6)  # 0.937; after it 1.139, 1.303, ...
     assert len(proxy.asked) == 1 + 3 + 3
     assert len(trained) == 15 * 6
