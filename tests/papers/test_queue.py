@@ -1,6 +1,7 @@
 """The papers' queue: what is stored is not run, the cheapest comes first, a cut run resumes."""
 
 import importlib.util
+import os
 import shutil
 import signal
 import subprocess
@@ -95,22 +96,35 @@ def fedbasin(monkeypatch, tmp_path):
     monkeypatch.setattr(queue, "FEDBASIN", (sys.executable, str(path)))
 
 
+OBEDIENT = """
+import os, signal, sys, time
+from pathlib import Path
+
+def say(what):
+    with Path(__file__).with_name("told").open("a") as file:
+        file.write(f"{rows} {what}\\n")
+
+def stop(*_):
+    say("stopped")
+    sys.exit(1)
+
+Path(__file__).with_name("nice").write_text(str(os.nice(0)))
+rows = sys.argv[sys.argv.index("--rows") + 1]
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, lambda *_: say("interrupted"))
+say(os.environ["OMP_NUM_THREADS"])
+while rows == "prox":
+    time.sleep(0.01)
+"""
+
+
 @pytest.fixture
 def obedient(monkeypatch, tmp_path):
-    """A command that writes down its rows, then waits until it is stopped where TOML says so."""
-    told = tmp_path / "told"
+    """A command that writes down its row and its threads; for prox it waits until it is stopped."""
     path = tmp_path / "obedient.py"
-    path.write_text(
-        "import os, signal, sys, time\n"
-        f"say = lambda word: os.write(os.open({str(told)!r}, {1 | 64 | 1024}), word.encode())\n"
-        "rows = sys.argv[sys.argv.index('--rows') + 1]\n"
-        "def stop(*_):\n    say(f'{rows} stopped\\n')\n    sys.exit(1)\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
-        "say(f'{rows} {os.environ[\"OMP_NUM_THREADS\"]}\\n')\n"
-        "while rows == 'prox':\n    time.sleep(0.01)\n"
-    )
+    path.write_text(OBEDIENT)
     monkeypatch.setattr(queue, "FEDBASIN", (sys.executable, str(path)))
-    return told
+    return tmp_path / "told"
 
 
 def stored_line(rows, lines, tmp_path, seed=0):
@@ -208,11 +222,16 @@ def test_a_signal_stops_the_command_once(number, obedient, lines, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     while "prox 1" not in _read(obedient):
         assert process.poll() is None
         time.sleep(0.01)
-    process.send_signal(number)
+    assert (tmp_path / "nice").read_text() == "19"
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # a terminal sends Ctrl-C to all that runs in it
+    else:
+        process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1 and "resumes with the same command" in error
     assert obedient.read_text() == "prox 1\nprox stopped\n"
