@@ -21,6 +21,7 @@ that is copied back resumes here too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -161,12 +162,23 @@ def _begun(left: Left, out: Path, lines: Path) -> subprocess.Popen[bytes]:
     print(time.strftime("%H:%M"), left, flush=True)
     results = lines / f"{_paper(left.entry)}.jsonl"
     places = ["--out", str(out), "--results", str(results), "--jobs", "1"]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*FEDBASIN, *left.entry.arguments, *places],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches the queue alone, which stops it once
     )
+    if left.entry.lane == "cpu":
+        _let_others_go_first(process.pid)
+    return process
+
+
+def _let_others_go_first(session: int) -> None:
+    """Give a session the lowest priority: Linux compares nice values within a session alone."""
+    group = Path(f"/proc/{session}/autogroup")
+    if group.exists():
+        with contextlib.suppress(OSError):
+            group.write_text("19", encoding="ascii")
 
 
 def take(files: Sequence[Path], lines: Path) -> None:
