@@ -13,7 +13,8 @@ from deploy.test_secure import Normed, batches_of_the_simulator
 from flwr.app import Array, ArrayRecord, Error, Message
 
 from fedbasin.core.expressions import parse
-from fedbasin.deploy import Guard, Secure, ServerSide
+from fedbasin.core.record import RunFolder
+from fedbasin.deploy import Guard, Records, Secure, ServerSide
 from fedbasin.deploy.clients import TooFewNodes
 from fedbasin.testing import toy_federation
 
@@ -81,6 +82,14 @@ def test_who_takes_part_is_drawn_anew_and_empty_cohorts_are_noised():
 def test_of_other_draws_nothing_is_gained():
     strategy, _ = run(f"dp({UNIFORM})", who="count(clients=2)", rounds=1)
     assert strategy._context.sampling == ("other", 2.0, 6)
+
+
+def test_the_summary_of_a_federation_names_the_accountant(tmp_path):
+    pytest.importorskip("dp_accounting", reason="needs the extra fedbasin[dp]")
+    source = f"ima(dp({UNIFORM}, accountant='pld', delta=0.001))"
+    run(source, rounds=1, records=Records(tmp_path / "run"))
+    summary = RunFolder(tmp_path / "run").read_summary()
+    assert (summary["accountant"], summary["delta"]) == ("pld", 0.001)
 
 
 class OneGone(LocalGrid):

@@ -5,7 +5,7 @@ guesses in which world they arose. With epsilon and delta as claimed, P(S) - e^e
 most delta for every set S of outcomes. S is chosen on one half of the trials and measured on the
 other, and a test fails only if the lower confidence bound (error 1e-6) is above the claim.
 
-FEDBASIN_TEST_PRIVACY is how many trials a world has (`make test-privacy`: 100,000). Where it is
+FEDBASIN_TEST_PRIVACY is how many trials a world has (`make test-privacy`: 20,000). Where it is
 set, noise comes from the run's own generator in place of NumPy's, which is faster.
 """
 
