@@ -153,6 +153,29 @@ def test_a_client_that_is_not_there_yet_is_waited_for_while_a_reply_is_good(cloc
     assert len(waits) == 1 and run.strategy.journal.records[0].replies == 2
 
 
+def test_a_client_that_has_not_answered_is_waited_for_though_it_is_gone(monkeypatch):
+    """The others are refused. It comes back in the first second that the round waits."""
+    gone = {}
+
+    def tamper(client, reply):
+        if client != 5:
+            return with_nan(reply)
+        if not gone:
+            node = reply.metadata.src_node_id
+            gone[node] = run.grid.contexts.pop(node)
+            return []
+        return [reply]
+
+    def sleep(seconds):
+        run.grid.contexts.update(gone)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr("fedbasin.deploy.cohort.time", clock)
+    run = Run(tamper=tamper, min_train_nodes=1, timeout=0.1)
+    run.start()
+    assert sorted(run.trained()) == [0, 1, 2, 3, 4, 5, 5]
+
+
 def test_where_all_are_refused_nobody_else_is_waited_for(no_waiting):
     def without_client_5(grid):
         grid.contexts = {n: c for n, c in grid.contexts.items() if grid.client(n) != 5}
@@ -182,6 +205,45 @@ def test_gradients_that_are_all_refused_end_the_round(no_waiting):
     assert "0 of 2 clients sent a gradient (client 0, client 1, client 2, 3 more: Value" in told
 
 
+def test_a_question_for_gradients_that_was_not_sent_is_asked_again(monkeypatch):
+    class Busy(LocalGrid):
+        """Its server takes no question for gradients at first."""
+
+        refuses = True
+
+        def push_messages(self, messages):
+            asks = {m.metadata.message_type for m in messages if "arrays" in m.content}
+            if asks != {"query"} or not self.refuses:
+                return super().push_messages(messages)
+            self.refuses = False
+            for message in messages:
+                message.metadata.__dict__["_message_id"] = ""
+            return [""] * len(messages)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
+    monkeypatch.setattr("fedbasin.deploy.probe.time", clock)
+    run = Run("mime")
+    run.grid.__class__ = Busy
+    run.start()
+    assert run.strategy.journal.records[0].replies == 6
+
+
+def test_a_client_that_sends_no_keys_is_waited_for_though_the_others_refuse(monkeypatch):
+    def misstate(client, reply):
+        if "metrics" in reply.content:
+            return [reply]
+        return [] if client == 5 else failing(reply)
+
+    now = []
+    clock = SimpleNamespace(monotonic=lambda: float(len(now)), sleep=now.append)
+    monkeypatch.setattr("fedbasin.deploy.secure.cohort.time", clock)
+    secure = Secure(clip=1.0, rows=16)
+    run = Run(secure=secure, misstate=misstate, timeout=0.1, patience=5.0)
+    told = run.fails(TooFewNodes)
+    assert "0 clients sent keys, 5 are needed after 6 s (client 0, client 1, client 2" in told
+    assert len(now) == 6
+
+
 def test_clients_that_take_no_part_in_secure_aggregation_end_the_run(no_waiting):
     def misstate(client, reply):
         return [reply] if "metrics" in reply.content else failing(reply)
@@ -197,7 +259,8 @@ def test_clients_that_cannot_train_under_secure_aggregation_end_the_run(no_waiti
     secure = Secure(clip=1.0, rows=16)
     run = Run(rounds=3, secure=secure, tamper=lambda c, r: failing(r), folder=tmp_path)
     told = run.fails()
-    assert "round 1 (no round was merged before): all replies were refused: client 0" in told
+    assert "round 1 (no round was merged before): all replies were refused: 0 clients sent" in told
+    assert "client 0, client 1, client 2, 3 more: ValueError: no data today" in told
     assert summary(tmp_path)["status"] == "failed" and len(run.trained()) == 6
 
 
@@ -236,7 +299,7 @@ def test_a_run_stops_when_its_first_merge_fails_and_begins_anew(secure, tmp_path
     again = Run(rounds=3, secure=secure, folder=tmp_path)
     again.start()
     assert [r.round for r in again.strategy.journal.records] == [1, 2, 3]
-    assert summary(tmp_path)["status"] == "finished"
+    assert len(again.trained()) == 6 * 3 and summary(tmp_path)["status"] == "finished"
 
 
 def test_a_single_clients_fault_stops_nothing(monkeypatch):
@@ -284,7 +347,7 @@ def test_a_run_that_merged_no_reply_does_not_end_as_finished(tmp_path):
 
     run = Run(rounds=2, tamper=tamper, folder=tmp_path)
     told = run.fails()
-    assert told == "no reply of 2 rounds was merged: the log says why"
+    assert told == "no round of 2 merged a reply: the log says why"
     assert summary(tmp_path)["status"] == "failed" and summary(tmp_path)["rounds"] == 2
     start = toy_federation(parse("fedavg", "method")).net.initial()[0]
     assert torch.equal(run.strategy._server.send, start)

@@ -27,7 +27,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbasin.core.record import RunFolder
 from fedbasin.data import from_table
-from fedbasin.deploy import FedbasinStrategy
+from fedbasin.deploy import FedbasinStrategy, write_app
 from fedbasin.deploy.certificates import make_node_key
 from fedbasin.deploy.federation import LocalFederation
 
@@ -108,6 +108,22 @@ def test_a_round_waits_for_its_minimum(tmp_path):
         nodes.start_node(1)
         finished(run, process, nodes)
     assert [r.replies for r in rounds(run)] == [2, 2]
+
+
+def test_a_run_whose_first_merge_fails_says_so_and_fails_its_app(tmp_path):
+    """Krum cannot stand one hostile client among three."""
+    run = RunFolder(tmp_path / "run")
+    app = tmp_path / "app"
+    write_app(app)
+    settings = {"federation.folder": str(run.path), "method": "krum(hostile=0.4)"}
+    with federation(tmp_path / "f", 3) as nodes:
+        process = nodes.run(app, settings | {"federation.min-nodes": 3, "partition.clients": 3})
+        summary = finished(run, process, nodes)
+        wait(lambda: "Exit Code: 201" in nodes.log("run"), "the ServerApp fails")
+    assert process.returncode == 0  # flwr run has started a run and shown its log, no more
+    assert summary["status"] == "failed" and summary["rounds"] == 1
+    assert "needs at least 5 replies to stand 1 hostile ones, got 3" in summary["reason"]
+    assert not run.model.exists()
 
 
 def test_the_superlink_is_killed_and_the_run_ends_as_if_it_never_had_been(tmp_path):

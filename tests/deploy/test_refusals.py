@@ -308,7 +308,9 @@ def test_a_late_reply_is_refused_in_the_next_round():
 
 
 def test_a_round_whose_replies_weigh_nothing_changes_nothing():
-    strategy = run(tamper=lambda c, r: [changed(r, num_examples=0)], fails="no reply of 2 rounds")
+    strategy = run(
+        tamper=lambda c, r: [changed(r, num_examples=0)], fails="no round of 2 merged a reply"
+    )
     start = toy_federation(parse("fedavg", "method")).net.initial()[0]
     assert torch.equal(strategy._server.send, start)
     assert [r.replies for r in strategy.journal.records] == [6, 6]

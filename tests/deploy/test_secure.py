@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -36,6 +37,7 @@ from fedbasin.deploy import (
 )
 from fedbasin.deploy import client as client_side
 from fedbasin.deploy.clients import ASK, TooFewNodes
+from fedbasin.deploy.merge import NothingMerged
 from fedbasin.deploy.secure.client import KEYS, SHARES, STAGES, UNMASK
 from fedbasin.deploy.wire import Refused
 from fedbasin.local.private_counts import make_keys
@@ -114,6 +116,7 @@ def run(expression="fedavg", secure=None, rounds=1, who=EVERYONE, lost=None, **s
     silent = settings.pop("silent", False)
     spoil = settings.pop("spoil", None)
     timeout = settings.pop("timeout", 5)
+    fails = settings.pop("fails", "")  # what a run says that merges nothing
     method = parse(expression, "method") if isinstance(expression, str) else expression
     buffers = settings.pop("buffers", "mean")
     federation = toy_federation(method, rounds=rounds, participation=who, module=module)
@@ -127,7 +130,8 @@ def run(expression="fedavg", secure=None, rounds=1, who=EVERYONE, lost=None, **s
         grid.spoil = spoil
     strategy = strategy_for(federation, method, **({"secure": secure} | settings))
     arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
-    strategy.start(grid, arrays, num_rounds=rounds, timeout=timeout)
+    with pytest.raises(NothingMerged, match=fails) if fails else nullcontext():
+        strategy.start(grid, arrays, num_rounds=rounds, timeout=timeout)
     return strategy, grid
 
 
@@ -231,7 +235,9 @@ def test_others_are_asked_for_keys_in_place_of_lost_clients(silent):
 def test_cohorts_below_the_threshold_are_not_asked():
     with pytest.raises(ValueError, match="cohorts of 3 clients are below the threshold of 4"):
         run("fedavg", replace(FINE, threshold=4), who="count(clients=3)")
-    strategy, grid = run("fedavg", replace(FINE, threshold=4), who="fraction(rate=0.4)")
+    fails = "no round of 1 merged a reply: 2 clients were drawn, 4 are needed"
+    few = dict(who="fraction(rate=0.4)", fails=fails)
+    strategy, grid = run("fedavg", replace(FINE, threshold=4), **few)
     assert strategy.journal.records[0].notes == {"secure_failed": 1.0}
     assert not [m for m in grid.sent if stage_of(m) in (*STAGES, "train")]
 
@@ -283,7 +289,8 @@ def test_random_words_of_one_client_make_no_model(caplog):
             reply.content["secure"]["words"] = Array(words)
         return reply
 
-    strategy, _ = run("fedavg", Secure(clip=1.0, rows=16), spoil=spoil)
+    fails = "no round of 1 merged a reply: the sum of 6 updates is beyond"
+    strategy, _ = run("fedavg", Secure(clip=1.0, rows=16), spoil=spoil, fails=fails)
     assert strategy.journal.records[0].notes == {"secure_failed": 1.0}
     assert any("beyond what they can add up to" in r.getMessage() for r in caplog.records)
 

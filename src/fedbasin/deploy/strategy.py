@@ -254,11 +254,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             if saved and not merge_refused(record):
                 self.journal.sweep()
         if self.journal.records and not self.journal.merged.any():
-            refused = [why for why, _ in self.journal.refused.most_common(3)]
-            raise NothingMerged(
-                f"no reply of {len(self.journal.records)} rounds was merged: "
-                f"{'; '.join(refused) or 'the log says why'}"
-            )
+            known = "; ".join(why for why, _ in self.journal.refused.most_common(3))
+            why = known or self._cohort.reasons() or "the log says why"
+            raise NothingMerged(f"no round of {rounds} merged a reply: {why}")
 
     def _check_merged(self) -> None:
         """Stop a run that learns nothing. Its last round is noted, and repeated after a restart.

@@ -159,6 +159,10 @@ class SecureCohort(Cohort):
         self.sums = sums
         return found
 
+    def reasons(self) -> str:
+        """Return why the round has no sum, then who was refused and why."""
+        return "; ".join(filter(None, (self.failed, super().reasons())))
+
     def notes(self, parameters: int) -> dict[str, float]:
         """Return what the round's record says of it.
 
