@@ -153,7 +153,7 @@ def test_a_client_that_is_not_there_yet_is_waited_for_while_a_reply_is_good(cloc
     assert len(waits) == 1 and run.strategy.journal.records[0].replies == 2
 
 
-def test_a_client_that_has_not_answered_is_waited_for_though_it_is_gone(monkeypatch):
+def test_a_client_that_has_not_answered_is_waited_for_though_it_is_gone(clock, monkeypatch):
     """The others are refused. It comes back in the first second that the round waits."""
     gone = {}
 
@@ -169,8 +169,7 @@ def test_a_client_that_has_not_answered_is_waited_for_though_it_is_gone(monkeypa
     def sleep(seconds):
         run.grid.contexts.update(gone)
 
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr("fedbasin.deploy.cohort.time", clock)
+    monkeypatch.setattr(clock, "sleep", sleep)
     run = Run(tamper=tamper, min_train_nodes=1, timeout=0.1)
     run.start()
     assert sorted(run.trained()) == [0, 1, 2, 3, 4, 5, 5]
@@ -205,7 +204,7 @@ def test_gradients_that_are_all_refused_end_the_round(no_waiting):
     assert "0 of 2 clients sent a gradient (client 0, client 1, client 2, 3 more: Value" in told
 
 
-def test_a_question_for_gradients_that_was_not_sent_is_asked_again(monkeypatch):
+def test_a_question_for_gradients_that_was_not_sent_is_asked_again():
     class Busy(LocalGrid):
         """Its server takes no question for gradients at first."""
 
@@ -220,8 +219,6 @@ def test_a_question_for_gradients_that_was_not_sent_is_asked_again(monkeypatch):
                 message.metadata.__dict__["_message_id"] = ""
             return [""] * len(messages)
 
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
-    monkeypatch.setattr("fedbasin.deploy.probe.time", clock)
     run = Run("mime")
     run.grid.__class__ = Busy
     run.start()

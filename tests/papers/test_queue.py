@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,6 +100,7 @@ def fedbasin(monkeypatch, tmp_path):
 OBEDIENT = """
 import os, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 
 def say(what):
     with Path(__file__).with_name("told").open("a") as file:
@@ -187,10 +189,12 @@ def test_when_the_time_is_over_what_runs_is_stopped_and_nothing_more_begins(
     obedient, lines, tmp_path, monkeypatch
 ):
     left = queue.left_of([entry("prox", minutes=1), entry("scaffold", minutes=2)], lines)
-    begun = time.monotonic()
-    # The time is over as soon as the command has said that it waits.
-    over = lambda: begun + (100 if "prox 1" in _read(obedient) else 0)  # noqa: E731
-    monkeypatch.setattr(queue.time, "monotonic", over)
+
+    def over():  # as soon as the command has said that it waits
+        return 100.0 if "prox 1" in _read(obedient) else 0.0
+
+    clock = SimpleNamespace(monotonic=over, sleep=time.sleep, strftime=time.strftime)
+    monkeypatch.setattr(queue, "time", clock)
     queue.work(left, 1.0, 1, tmp_path, lines)
     assert obedient.read_text() == "prox 1\nprox stopped\n"
 
@@ -232,7 +236,7 @@ def test_a_signal_stops_the_command_once(number, obedient, lines, tmp_path):
         os.killpg(process.pid, number)  # a terminal sends Ctrl-C to all that runs in it
     else:
         process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate()
     assert process.returncode == 1 and "resumes with the same command" in error
     assert obedient.read_text() == "prox 1\nprox stopped\n"
 
