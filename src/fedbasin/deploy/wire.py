@@ -54,7 +54,7 @@ def printable(text: str) -> str:
 
 
 def read_array(array: Array) -> np.ndarray:
-    """Return an array as a read-only view of the received bytes."""
+    """Return an array as a read-only view of the received bytes, also in Fortran's order."""
     if array.stype != _NUMPY:
         raise Refused(f"an array is stored as {array.stype!r}, expected {_NUMPY!r}")
     head = io.BytesIO(array.data)
@@ -63,8 +63,8 @@ def read_array(array: Array) -> np.ndarray:
         read = np.lib.format.read_array_header_1_0 if first else _read_header_2_0
         shape, fortran, dtype = read(head)
         plain = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.isnative
-        if not plain or (fortran and len(shape) > 1):
-            raise Refused(f"type {dtype} or order Fortran is not accepted")
+        if not plain:
+            raise Refused(f"type {dtype} is not accepted")
         if len(shape) > _MOST_AXES or any(length < 0 for length in shape):
             raise Refused(f"its {len(shape)} axes are over {_MOST_AXES}, or one is below 0")
         size = math.prod(shape)
@@ -72,7 +72,8 @@ def read_array(array: Array) -> np.ndarray:
             raise Refused(f"shape {shape} does not fill its {len(array.data)} bytes")
         if not size:
             return np.zeros(shape, dtype)
-        return np.frombuffer(array.data, dtype, size, head.tell()).reshape(shape)
+        values = np.frombuffer(array.data, dtype, size, head.tell())
+        return values.reshape(shape, order="F" if fortran else "C")
     except Exception as error:  # NumPy's reader raises many kinds of errors on forged bytes
         raise Refused(f"an array cannot be read: {error}") from error
 
@@ -373,7 +374,7 @@ def content_bytes(content: RecordDict) -> int:
 
 def check_values(values: np.ndarray, name: str) -> None:
     """Refuse what is not finite, or would not be in a sum of squares, which many methods form."""
-    flat = values.reshape(-1)
+    flat = values.ravel(order="K")  # no copy, whatever the order
     with np.errstate(over="ignore", invalid="ignore"):
         if float(flat @ flat) <= LARGEST**2:  # the usual case, in one pass
             return
