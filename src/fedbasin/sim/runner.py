@@ -177,8 +177,7 @@ class Run:
     def finish(self) -> Summary:
         """Write the summary, and the model of a finished run; return the summary.
 
-        Raises:
-            Interrupted: the run was stopped.
+        A run that was stopped then raises `Interrupted`.
         """
         if self._status == "running":
             paused = self._end < self.federation.rounds
