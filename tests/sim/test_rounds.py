@@ -85,6 +85,8 @@ def test_bytes_are_what_a_federation_would_move():
         for record in records(toy_federation(method)):
             assert record.bytes_down == 3 * down * size
             assert record.bytes_up == 3 * (up * size + 24)
+    for record in records(toy_federation(Mime())):  # a gradient and its weight before, too
+        assert record.bytes_up == 3 * (2 * size + 8 + 24)
 
 
 def test_records_say_what_happened():
