@@ -9,7 +9,7 @@ EXTRA ?= core
 FLOWER ?= 1.40.0 1.41.0 # the range in pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-flower-versions test-federation test-fuzz test-soak test-kills test-privacy lock sbom audit lint lint-containers everything docs stranger format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test same test-flower test-flower-versions test-federation test-fuzz test-soak test-kills test-privacy lock sbom audit lint lint-containers everything docs stranger format bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -20,6 +20,9 @@ demo: $(VENV)/.core ## install, then watch methods compete on the digits (under 
 
 test: $(VENV)/.dev ## install the dev extra and run every test and doctest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 900 $(ARGS)
+
+same: $(VENV)/.dev ## show that all methods give what they gave at BASE=<commit>: models to the bit, record lines
+	$(BIN)/python tests/golden/same.py $(BASE)
 
 test-flower: $(VENV)/.flower ## install Flower and run the tests of deploy/ that start no federation
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 900 tests/deploy src/fedbasin/deploy $(ARGS)

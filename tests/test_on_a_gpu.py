@@ -19,7 +19,7 @@ from fedbasin.core.expressions import parse, text
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
-from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.core.round import Launch, Sent
 from fedbasin.data import Dataset, Rows
 from fedbasin.data.transform import Transform
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
@@ -90,7 +90,7 @@ def update_of(executor, epochs=2):
     everyone = np.arange(len(executor.population.sizes))
     states = ClientStates((), vector)
     gathered = executor.train(
-        [TrainRequest(everyone, Sent(vector, buffers, (), 0), Plan(0.01, epochs), states)]
+        [Launch(everyone, Sent(vector, buffers, (), 0), Plan(0.01, epochs), states)]
     )[0]
     return gathered.replies.models - vector
 

@@ -23,7 +23,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
-from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.core.round import Launch, Sent
 from fedbasin.data.transform import Transform
 from fedbasin.local import SGD, Trainer
 from fedbasin.sim import LoopExecutor, Population
@@ -76,7 +76,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, object]:
             began = time.process_time()
             executor.train(
                 [
-                    TrainRequest(
+                    Launch(
                         np.arange(CLIENTS),
                         Sent(vector, buffers, (), turn),
                         Plan(0.01, 1),

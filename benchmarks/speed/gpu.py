@@ -32,7 +32,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
-from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.core.round import Launch, Sent
 from fedbasin.data.transform import Transform
 from fedbasin.local import SGD, Trainer
 from fedbasin.local.batches import count_steps
@@ -127,7 +127,7 @@ def seconds_of_rounds(executor, cohorts, plan):
         torch.cuda.synchronize() if vector.is_cuda else None
         began = time.perf_counter()
         gathered = executor.train(
-            [TrainRequest(cohort, Sent(vector, buffers, (), number), plan, states)]
+            [Launch(cohort, Sent(vector, buffers, (), number), plan, states)]
         )[0]
         float(gathered.train_loss)
         spent = time.perf_counter() - began

@@ -59,7 +59,7 @@ def steps(way: str, clients: int) -> float:
     import numpy as np
 
     from fedbasin.core.method import Plan
-    from fedbasin.core.round import Sent, TrainRequest
+    from fedbasin.core.round import Launch, Sent
     from fedbasin.sim import lean
     from fedbasin.sim.allocator import keep_freed_memory
     from fedbasin.sim.clients import ClientStates
@@ -75,7 +75,7 @@ def steps(way: str, clients: int) -> float:
     spent = []
     for turn in range(5):
         sent = Sent(vector, buffers, (), turn)
-        request = TrainRequest(np.arange(clients), sent, Plan(0.01, 1), ClientStates((), vector))
+        request = Launch(np.arange(clients), sent, Plan(0.01, 1), ClientStates((), vector))
         began = time.process_time()
         executor.train([request])
         spent.append(time.process_time() - began)

@@ -40,7 +40,7 @@ from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
 from fedbasin.core.protocols import needs_gradients, shared_prefix, state_from_prefix
 from fedbasin.core.rng import root, torch_draws_from
-from fedbasin.core.round import ProbeRequest, Sent, Server, TrainRequest
+from fedbasin.core.round import Launch, ProbeRequest, Sent, Server
 from fedbasin.core.rule import Finish, LocalRule, Start
 from fedbasin.core.state import load, same, save
 from fedbasin.core.task import (
@@ -275,7 +275,7 @@ def _one_round(
         context = replace(context, probe=probe)
     shared = method.broadcast(server.state, server.send, context)
     sent = Sent(server.send, server.buffers, shared, 1)
-    gathered = federation.executor.train([TrainRequest(cohort, sent, plan, states)])[0]
+    gathered = federation.executor.train([Launch(cohort, sent, plan, states)])[0]
     return server.state, server.send, gathered.replies, context
 
 

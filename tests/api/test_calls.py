@@ -441,7 +441,9 @@ def test_processes_give_the_same_runs(comparison, data, tmp_path):
 
 
 def test_stored_data_is_the_data(data, tmp_path):
-    opened = StoredDataset.write(data, tmp_path / "stored").open()
+    stored = StoredDataset.write(data, tmp_path / "stored")
+    opened = stored.dataset
+    assert stored.dataset is opened  # runs of one process share it
     assert isinstance(opened.train.inputs, np.memmap)
     for split in ("train", "test"):
         for name in ("inputs", "labels", "groups"):

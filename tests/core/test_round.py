@@ -1,4 +1,4 @@
-"""The round by itself: its requests are answered by hand."""
+"""The round by itself: its cohort is trained by hand between the two calls."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.round import (
     Gathered,
-    Probed,
-    ProbeRequest,
     Returned,
     RoundSetup,
     Scoring,
     Server,
     Statistics,
     Traffic,
-    TrainRequest,
-    answered,
+    begin_round,
+    end_round,
     merge_refused,
-    one_round,
+    probe_of,
     scored,
     summary_of,
 )
@@ -35,6 +33,7 @@ from fedbasin.testing import replies_of
 
 KEY = root(3)
 ZEROS = torch.zeros(2, dtype=torch.float64)
+MERGED = []  # the context of each merge
 
 
 class Noted(NamedTuple):
@@ -52,6 +51,7 @@ class Mean(Method):
         return (server + 1, context.probe)
 
     def aggregate(self, state, server, replies, context):
+        MERGED.append(context)
         model = replies.models.mean(0)
         return Served(model, model, Noted(len(replies.clients))), state + 1
 
@@ -115,22 +115,23 @@ def gathered_of(rows, weights=None, buffers=None, trusted=None):
     return Gathered(replies, rest, [], torch.tensor(0.25), trusted)
 
 
-def ended(steps, answer):
-    with pytest.raises(StopIteration) as end:
-        steps.send(answer)
-    return end.value.value
+def played(setup, server, cohort, returned):
+    launch = begin_round(setup, server, np.array(cohort), States())
+    return end_round(setup, server, launch, returned)
 
 
 def test_a_round_asks_for_training_and_ends_with_server_and_record():
     states, cohort = States(), np.array([2, 5])
-    steps = one_round(setup_of(), server_of(), cohort, states)
-    request = next(steps)
-    assert isinstance(request, TrainRequest)
-    assert request.cohort is cohort and request.states is states and request.key == KEY
-    assert request.plan == Plan(0.2, 2) and request.sent.round == 1
-    assert request.sent.shared[0].tolist() == [1, 1]
+    setup, server = setup_of(), server_of()
+    assert probe_of(setup, server, cohort) is None
+    launch = begin_round(setup, server, cohort, states)
+    assert launch.cohort is cohort and launch.states is states and launch.key == KEY
+    assert launch.plan == Plan(0.2, 2) and launch.sent.round == 1
+    assert launch.sent.shared[0].tolist() == [1, 1]
     traffic = Traffic(replies=2, dropped=1, refused=3, bytes_down=40, bytes_up=50)
-    after, record = ended(steps, Returned(gathered_of([[2.0, 4], [4, 4]]), traffic))
+    returned = Returned(gathered_of([[2.0, 4], [4, 4]]), traffic, 1.5)
+    after, record = end_round(setup, server, launch, returned)
+    assert record.seconds_train == 1.5
     assert after.round == record.round == 2 and after.state == 1
     assert after.send.tolist() == [3, 4] and after.score is after.send
     assert (record.lr, record.train_loss, record.notes) == (0.2, 0.25, {"seen": 2.0})
@@ -140,29 +141,49 @@ def test_a_round_asks_for_training_and_ends_with_server_and_record():
 
 
 def test_only_clients_that_sent_a_gradient_are_asked_to_train():
-    steps = one_round(setup_of(Asking()), server_of(), np.array([2, 5, 7]), States())
-    request = next(steps)
-    assert isinstance(request, ProbeRequest) and request.cohort.tolist() == [2, 5, 7]
+    setup, server = setup_of(Asking()), server_of()
+    request = probe_of(setup, server, np.array([2, 5, 7]))
+    assert request.cohort.tolist() == [2, 5, 7] and request.sent.vector is server.send
     probe = Probe(torch.zeros(2, 2), torch.ones(2))
-    request = steps.send(Probed(np.array([2, 7]), probe))
-    assert isinstance(request, TrainRequest) and request.cohort.tolist() == [2, 7]
-    assert request.sent.shared[1] is probe
+    launch = begin_round(setup, server, np.array([2, 7]), States(), probe)
+    assert launch.cohort.tolist() == [2, 7] and launch.sent.shared[1] is probe
+    end_round(setup, server, launch, Returned(gathered_of([[6.0, 8]]), Traffic()))
+    assert MERGED[-1].probe is probe
+
+
+def test_a_round_without_the_gradients_that_its_method_needs_does_not_begin():
+    with pytest.raises(ValueError, match=r"needs the cohort's gradients .*probe_of"):
+        begin_round(setup_of(Asking()), server_of(), np.array([2]), States())
 
 
 def test_an_empty_cohort_is_asked_for_no_gradients():
     nobody = np.array([], dtype=np.int64)
-    request = next(one_round(setup_of(Asking()), server_of(), nobody, States()))
-    assert isinstance(request, TrainRequest) and request.sent.shared[1] is None
+    setup = setup_of(Asking())
+    assert probe_of(setup, server_of(), nobody) is None
+    launch = begin_round(setup, server_of(), nobody, States())
+    assert not len(launch.cohort) and launch.sent.shared[1] is None
+
+
+def test_a_round_ends_from_the_server_as_it_is_then():
+    """Others may have been merged since the launch: the context is of now, the plan of then."""
+    setup = setup_of()
+    launch = begin_round(setup, server_of(round=1), np.array([2]), States())
+    later = Server(3, ZEROS + 1, ZEROS + 1, ZEROS[:0], 7)
+    traffic = Traffic(replies=1)
+    after, record = end_round(setup, later, launch, Returned(gathered_of([[6.0, 8]]), traffic))
+    context = MERGED[-1]
+    assert (context.round, context.lr, context.plan) == (3, 0.2, Plan(0.2, 2))
+    assert context.key == KEY.fold("server", 3) and context.answered == 1
+    assert (after.round, after.state, record.round, record.lr) == (4, 8, 4, 0.2)
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_without_a_merge_the_model_stays_and_the_round_counts(refused):
     policy = Refuses() if refused else Takes()
     before = server_of()
-    steps = one_round(setup_of(policy=policy), before, np.array([1, 2]), States())
-    next(steps)
     gathered = gathered_of([[1.0, 1], [3, 3]]) if refused else None
-    after, record = ended(steps, Returned(gathered, Traffic(dropped=2)))
+    returned = Returned(gathered, Traffic(dropped=2))
+    after, record = played(setup_of(policy=policy), before, [1, 2], returned)
     assert after == replace(before, round=2)
     assert merge_refused(record) == refused
     assert record.train_loss == (0.25 if refused else None)
@@ -176,12 +197,10 @@ def test_statistics_follow_their_policy_and_leave_out_who_is_not_trusted(policy,
     statistics = Statistics(policy, lambda model, buffers: buffers + model[0])
     setup = setup_of(statistics=statistics)
     before = server_of(torch.tensor([7.0], dtype=torch.float64))
-    steps = one_round(setup, before, np.array([0, 1, 2]), States())
-    next(steps)
     buffers = torch.tensor([[2.0], [1e9], [4.0]], dtype=torch.float64)
     trusted = torch.tensor([True, False, True])
     gathered = gathered_of([[1.0, 1]] * 3, [1, 5, 3], buffers, trusted)
-    after, _ = ended(steps, Returned(gathered, Traffic()))
+    after, _ = played(setup, before, [0, 1, 2], Returned(gathered, Traffic()))
     assert after.buffers.tolist() == expected
 
 
@@ -200,21 +219,6 @@ def test_models_are_scored_when_it_is_time_to():
     assert scored(RoundRecord(20), server, scoring).metrics == found | {"last": True}
     assert scored(RoundRecord(7), server, scoring) == RoundRecord(7, {"accuracy": None})
     assert scored(RoundRecord(6), server, replace(scoring, test=None)) == RoundRecord(6)
-
-
-def test_a_function_that_answers_runs_a_round_to_its_end():
-    asked = []
-
-    def answer(request):
-        asked.append(type(request))
-        if isinstance(request, ProbeRequest):
-            return Probed(request.cohort, Probe(torch.zeros(1, 2), torch.ones(1)))
-        return Returned(gathered_of([[6.0, 8]]), Traffic())
-
-    steps = one_round(setup_of(Asking()), server_of(), np.array([4]), States())
-    after, record = answered(steps, answer)
-    assert asked == [ProbeRequest, TrainRequest]
-    assert after.send.tolist() == [6, 8] and record.update_norm == 10
 
 
 def test_the_summary_is_of_all_rounds_and_of_the_last_that_was_scored():

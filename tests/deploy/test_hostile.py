@@ -20,7 +20,15 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Context, Plan, ReplyError
 from fedbasin.core.rng import root
-from fedbasin.core.round import Returned, RoundSetup, Scoring, Server, Traffic, one_round
+from fedbasin.core.round import (
+    Returned,
+    RoundSetup,
+    Scoring,
+    Server,
+    Traffic,
+    begin_round,
+    end_round,
+)
 from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.merge import Lenient, gathered_of
 from fedbasin.deploy.replies import Collected, Guard
@@ -184,12 +192,10 @@ def merged(method, before, collected, context, guard=None):
     plan = Plan(0.1)
     scoring = Scoring(rounds=1, test=None)
     setup = RoundSetup(method, context, lambda _: plan, context.key, Lenient(), scoring)
-    steps = one_round(setup, before, collected.replies.clients.numpy(), StatesOnClients())
-    next(steps)
+    launch = begin_round(setup, before, collected.replies.clients.numpy(), StatesOnClients())
     found = gathered_of(collected, before.send, guard)
-    with pytest.raises(StopIteration) as end:
-        steps.send(Returned(found.gathered, Traffic()))
-    return *end.value.value, [client for client, _ in found.far]
+    after, record = end_round(setup, before, launch, Returned(found.gathered, Traffic()))
+    return after, record, [client for client, _ in found.far]
 
 
 def test_a_state_that_is_not_finite_is_not_kept():

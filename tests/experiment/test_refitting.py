@@ -104,7 +104,7 @@ def test_nothing_changes_without_rows_held_out_or_with_an_encoding_of_the_users(
 
 
 def test_other_processes_get_the_gaps_too(data, tmp_path):
-    opened = StoredDataset.write(data, tmp_path / "stored").open()
+    opened = StoredDataset.write(data, tmp_path / "stored").dataset
     assert opened.fitted and np.array_equal(opened.train.missing, data.train.missing)
     ours, theirs = (cut_rows(experiment(), each) for each in (data, opened))
     assert ours.encoding == theirs.encoding

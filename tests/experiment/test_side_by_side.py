@@ -88,7 +88,7 @@ def _fatal(cell):
 def test_a_killed_process_is_replaced_and_its_cell_begun_again_once(tmp_path):
     names = ["once", "always", "a", "b", "c"]
     layout = [Cell(SMALL, tmp_path / name) for name in names]
-    found = {cell.path.name: end for cell, end in outcomes(_fatal, layout, 2, list, tmp_path)}
+    found = {cell.path.name: end for cell, end in outcomes(_fatal, layout, 2, tmp_path)}
     failed = found.pop("always")
     assert isinstance(failed, RuntimeError) and "killed twice" in str(failed)
     assert str(tmp_path / "always") in str(failed)
@@ -136,9 +136,10 @@ def test_cells_that_come_later_are_run_and_one_that_fails_stops_no_other(jobs, w
         return [Cell(SMALL, tmp_path / name) for name in names]
 
     layout = [Cell(SMALL, tmp_path / name) for name in "abc"]
-    for cell, end in outcomes(work, layout, jobs, more, tmp_path):
+    for cell, end in outcomes(work, layout, jobs, tmp_path):
         assert cell.path.name not in ends
         ends[cell.path.name] = end
+        layout.extend(more())
     assert str(ends.pop("b")) == "no luck"
     assert ends == {name: {"name": name} for name in "acdef"}
     assert [worker.gone for worker in workers] == ([1] * jobs if jobs > 1 else [])
@@ -155,7 +156,7 @@ def test_a_stop_begins_no_further_cell_and_shuts_down_every_worker(stop, jobs, w
 
     layout = [Cell(SMALL, tmp_path / name) for name in "abcd"]
     with pytest.raises(stop):
-        list(outcomes(work, layout, jobs, list, tmp_path))
+        list(outcomes(work, layout, jobs, tmp_path))
     assert begun == list("abcd")[:jobs]
     assert [worker.gone for worker in workers] == ([1] * jobs if jobs > 1 else [])
 

@@ -24,7 +24,7 @@ from fedbasin.experiment import Experiment, build, compare, from_mapping, resume
 from fedbasin.experiment.comparison import cells, run_cells
 from fedbasin.experiment.config import ConfigError, LocalConfig, SimConfig, TableConfig
 from fedbasin.experiment.one_copy import OneCopy, one_copy
-from fedbasin.sim import batch
+from fedbasin.sim import Run, batch
 from fedbasin.sim.batch import joins, train_alike
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.population import Population
@@ -170,6 +170,39 @@ def test_a_run_that_diverges_or_fails_harms_no_other(tmp_path, monkeypatch):
     again = cells(base(together=1), ["fedavg"], [0, 1], tmp_path / "again")
     run_cells(again)
     for ours, theirs in zip(layout[:2], again, strict=True):
+        assert_same_run(ours.path, theirs.path)
+
+
+def test_a_run_whose_round_cannot_begin_harms_no_other(tmp_path, monkeypatch):
+    layout = cells(base(), ["fedavg"], [0, 1, 2], tmp_path / "beside")
+    launch = Run.launch
+
+    def broken(self):
+        if self.folder.path == layout[1].path and (self.folder.path / "rounds.jsonl").exists():
+            raise ValueError("no luck")
+        return launch(self)
+
+    monkeypatch.setattr(Run, "launch", broken)
+    ends = {}
+    run_cells(layout, on_cell=lambda cell, end: ends.__setitem__(cell.path, end))
+    assert str(ends[layout[1].path]) == "no luck" and not (layout[1].path / "run.lock").exists()
+    monkeypatch.setattr(Run, "launch", launch)
+    alone = cells(base(together=1), ["fedavg"], [0, 2], tmp_path / "alone")
+    run_cells(alone)
+    for ours, theirs in zip(layout[::2], alone, strict=True):
+        assert_same_run(ours.path, theirs.path)
+
+
+def test_rounds_in_which_nobody_answers(tmp_path, widths):
+    """In some rounds a run of the batch asks nobody, while the others train."""
+    layout = cells(base(dropout=0.8), ["fedavg", "fedavgm"], [0, 1], tmp_path / "beside")
+    run_cells(layout)
+    assert max(widths) > 1
+    replies = [[line["replies"] for line in lines(cell.path)] for cell in layout]
+    assert any(0 in each for each in replies) and any(max(each) > 0 for each in replies)
+    alone = cells(base(dropout=0.8, together=1), ["fedavg", "fedavgm"], [0, 1], tmp_path / "alone")
+    run_cells(alone)
+    for ours, theirs in zip(layout, alone, strict=True):
         assert_same_run(ours.path, theirs.path)
 
 

@@ -169,12 +169,12 @@ def cohort_of(federation):
 
 
 def request(federation):
-    from fedbasin.core.round import Sent, TrainRequest
+    from fedbasin.core.round import Launch, Sent
 
     server, states = federation.begin()
     shared = federation.method.broadcast(server.state, server.send, federation.context)
     sent = Sent(server.send, server.buffers, shared, 0)
-    return TrainRequest(federation.eligible, sent, federation.schedule(0), states)
+    return Launch(federation.eligible, sent, federation.schedule(0), states)
 
 
 COMPOSED = ["focal(2)", "balanced_rows", "balanced_softmax", "class_balanced", "logit_adjusted"]

@@ -14,7 +14,7 @@ from fedbasin.core.expressions import parse, text
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root
-from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.core.round import Launch, Sent
 from fedbasin.core.state import load, same, save
 from fedbasin.core.tree import tensors
 from fedbasin.local import SGD, Adam, AdamW, KeptMomentum, Prox, Received, Shard, Trainer, batches
@@ -128,7 +128,7 @@ def test_a_cohort_trains_as_one_client_after_another(pair, compiled):
     sent = Sent(vector, buffers, (), 0)
     states = ClientStates(loop.zero_state(vector), vector)
     who, plan = np.array([5, 0, 2, 3]), Plan(0.05, 3)
-    request = TrainRequest(who, sent, plan, states)
+    request = Launch(who, sent, plan, states)
     wanted, found = (e.train([request])[0].replies for e in (loop, cohort))
     torch.testing.assert_close(found.models, wanted.models, rtol=1e-10, atol=1e-12)
     assert torch.equal(found.effective_steps, wanted.effective_steps)
@@ -210,7 +210,7 @@ def test_fednova_counts_nesterov_steps_beside_a_pull():
     cohort = federation.cohort(0)[1]
     plan = federation.schedule(0)
     sent = Sent(server.send, server.buffers, ((),), 0)
-    request = TrainRequest(cohort, sent, plan, federation.begin()[1])
+    request = Launch(cohort, sent, plan, federation.begin()[1])
     replies = federation.executor.train([request])[0].replies
     lengths = [sgd.effective_steps(int(k), 0.4 * plan.lr) for k in replies.steps]
     share = (replies.weights / replies.weights.sum()).numpy()

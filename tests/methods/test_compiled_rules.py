@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedbasin.core.expressions import parse
-from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.core.round import Launch, Sent
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.testing import toy_federation
 
@@ -32,7 +32,7 @@ def test_the_compiled_step_gives_what_the_loop_gives(text):
     sent = Sent(server.send, server.buffers, shared, 1)
     plan = federation.schedule(1)
     a, b = (
-        e.train([TrainRequest(federation.eligible[:1], sent, plan, states)])[0].replies
+        e.train([Launch(federation.eligible[:1], sent, plan, states)])[0].replies
         for e in (one, whole)
     )
     torch.testing.assert_close(a.models, b.models, rtol=1e-9, atol=1e-12)

@@ -20,8 +20,13 @@ from fedbasin.core.vectors import Layout
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
 from fedbasin.local import Prox
 from fedbasin.methods import IMA, WIMA, FedAvg, FedAvgM, FedCDA, FedLAW, FedProx
-from fedbasin.sim import run
+from fedbasin.sim import Run, drive
+from fedbasin.sim.runner import RunOptions
 from fedbasin.testing import replies_of, toy_federation, trajectory
+
+
+def run(federation, folder, **options):
+    return drive(Run.open(federation, folder, RunOptions(**options)))
 
 
 def objective(models, losses, weights, smoothness):
@@ -425,7 +430,7 @@ def test_files_and_memory_and_a_run_killed_at_any_point_end_in_the_same_bits(tmp
         if name == "disk":
             crash_and_resume(federation, folder, stop)
         else:
-            run(federation, folder, {}, checkpoint_every=3)
+            run(federation, folder, checkpoint_every=3)
     assert folders["disk"].model.read_bytes() == folders["memory"].model.read_bytes()
     assert timeless(folders["disk"]) == timeless(folders["memory"])
     assert not folders["memory"].archive.exists()
@@ -446,7 +451,7 @@ def crash_and_resume(federation, folder, stop):
             raise Crash
 
     with pytest.raises(Crash):
-        run(federation, folder, {}, checkpoint_every=3, on_round=crash)
+        run(federation, folder, checkpoint_every=3, on_round=crash)
     (folder.archive / "client000000-round000001.npy.part").write_bytes(b"cut short")
 
     class Dying(Archive):
@@ -456,9 +461,9 @@ def crash_and_resume(federation, folder, stop):
 
     fresh = replace(federation.context, archive=Dying(folder.archive))
     with pytest.raises(Crash):
-        run(replace(federation, context=fresh), folder, {}, checkpoint_every=3)
+        run(replace(federation, context=fresh), folder, checkpoint_every=3)
     fresh = replace(federation.context, archive=Archive(folder.archive))
-    run(replace(federation, context=fresh), folder, {}, checkpoint_every=3)
+    run(replace(federation, context=fresh), folder, checkpoint_every=3)
 
 
 def test_files_are_needed_until_the_next_checkpoint_and_a_lost_one_is_named(tmp_path):
@@ -469,7 +474,7 @@ def test_files_are_needed_until_the_next_checkpoint_and_a_lost_one_is_named(tmp_
     def look(record):
         counts.append(len(list(folder.archive.iterdir())))
 
-    run(federation, folder, {}, checkpoint_every=3, on_round=look)
+    run(federation, folder, checkpoint_every=3, on_round=look)
     assert counts[:3] == [3, 6, 9] and counts[3] <= 6 + 3
     assert len(list(folder.archive.iterdir())) <= 6
     folder.model.unlink()
@@ -477,7 +482,7 @@ def test_files_are_needed_until_the_next_checkpoint_and_a_lost_one_is_named(tmp_
         path.unlink()
     longer = replace(federation, rounds=8, context=replace(federation.context, rounds=8))
     with pytest.raises(ArchiveError, match=r"client \d sent in round \d; start the run again"):
-        run(longer, folder, {})
+        run(longer, folder)
 
 
 def test_a_run_with_files_from_an_expression(tmp_path):

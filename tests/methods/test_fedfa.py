@@ -22,7 +22,7 @@ from methods.numpy_network import (
 
 from fedbasin.core.method import Plan
 from fedbasin.core.rng import root
-from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.core.round import Launch, Sent
 from fedbasin.core.vectors import Layout
 from fedbasin.methods import FedAvg, FedFA
 from fedbasin.methods.fedfa import Report, SharedAnchors
@@ -172,7 +172,7 @@ def test_an_unfinished_epoch_renews_anchors_once():
     for executor in (one, CohortExecutor(one.trainer, one.population, one.key, False)):
         shared = method.broadcast(server.state, server.send, federation.context)
         sent = Sent(server.send, server.buffers, shared, 0)
-        request = TrainRequest(np.array([3]), sent, Plan(0.0, None, 3), states)
+        request = Launch(np.array([3]), sent, Plan(0.0, None, 3), states)
         gathered = executor.train([request])[0]
         reports.append(gathered.replies.report(Report).anchors[0].numpy())
     world = NumpyNetworkClients(federation)

@@ -354,14 +354,14 @@ def test_a_branch_whose_trunk_fails_runs_whole(invoke, tmp_path, monkeypatch):
     monkeypatch.setattr("fedbasin.papers.load_table", lambda name: ALIKE)
     from fedbasin.experiment import comparison
 
-    begin = comparison.cell_course
+    opening = comparison.open_cell
 
-    def fail_plain(cell, *arguments):
+    def fail_plain(cell, *arguments, **options):
         if cell.experiment.method == "fedavg":
             raise ValueError("no luck")
-        return begin(cell, *arguments)
+        return opening(cell, *arguments, **options)
 
-    monkeypatch.setattr(comparison, "cell_course", fail_plain)
+    monkeypatch.setattr(comparison, "open_cell", fail_plain)
     done = invoke("run", "x/table1", "--rows", "plain,late", "--jobs", "1")
     assert done.exit_code == 1 and "no luck" in str(done.exception)
     (line,) = read(tmp_path / "runs/papers/results.jsonl")

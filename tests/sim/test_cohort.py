@@ -12,7 +12,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import keys_tensor, root, torch_draws_from
-from fedbasin.core.round import ProbeRequest, Sent, TrainRequest
+from fedbasin.core.round import Launch, ProbeRequest, Sent
 from fedbasin.core.tree import tensors
 from fedbasin.data.transform import Transform
 from fedbasin.experiment import ConfigError, Experiment, build
@@ -96,7 +96,7 @@ def trained(executor, plan, rules=(), cohort=(0, 1, 2, 3), rounds=2):
     for t in range(rounds):
         shared = tuple(() for _ in rules)
         gathered = executor.train(
-            [TrainRequest(np.array(cohort), Sent(vector, buffers, shared, t), plan, states)]
+            [Launch(np.array(cohort), Sent(vector, buffers, shared, t), plan, states)]
         )[0]
         states.put(cohort, gathered.own, t)
         vector = gathered.replies.models.mean(0)
@@ -189,7 +189,7 @@ def test_a_run_compiles_a_handful_of_shapes_and_never_again():
         who = np.array([[0, 1, 2], [1, 2, 3], [0, 2, 3]][t % 3])
         cohort.train(
             [
-                TrainRequest(
+                Launch(
                     who,
                     Sent(vector, buffers, (), t),
                     Plan(0.1 / (t + 1), 2),
@@ -213,7 +213,7 @@ def test_fewer_epochs_need_no_further_compiling_and_train_as_ever():
     for t, epochs in enumerate((3, 2, 1, 4)):
         sent = Sent(vector, buffers, (), t)
         plan = Plan(0.1, epochs)
-        request = TrainRequest(who, sent, plan, ClientStates((), vector))
+        request = Launch(who, sent, plan, ClientStates((), vector))
         ours, theirs = (each.train([request])[0].replies for each in (cohort, loop))
         torch.testing.assert_close(ours.models, theirs.models, rtol=1e-9, atol=1e-12)
         assert ours.steps.tolist() == theirs.steps.tolist()
@@ -402,7 +402,7 @@ def test_a_step_in_place_is_the_step(backend):
     vector, buffers = cohort.trainer.net.initial()
     sent = Sent(vector, buffers, (), 0)
     both = np.array([0, 1])
-    request = TrainRequest(both, sent, Plan(0.1, 1), ClientStates((), vector))
+    request = Launch(both, sent, Plan(0.1, 1), ClientStates((), vector))
     batches, _ = cohort._batch_plan(_Rows([request], both * 0, both, np.array([4, 1])))
     point = Point(vector.expand(2, -1), cohort._fresh(vector, 2), buffers[None], ())
     point = point._replace(buffers=buffers.expand(2, -1))

@@ -13,7 +13,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Served
 from fedbasin.core.net import Net
 from fedbasin.core.protocols import NeedsGradients
-from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.core.round import Launch, Sent
 from fedbasin.core.rule import DrawsRows, LocalRule, Setting, check_rules
 from fedbasin.core.vectors import shares, weighted_mean
 from fedbasin.local.step import summed_gradient
@@ -79,7 +79,7 @@ def gathered(federation, cohort):
     server, states = federation.begin()
     shared = federation.method.broadcast(server.state, server.send, federation.context)
     sent = Sent(server.send, server.buffers, shared, 0)
-    request = TrainRequest(cohort, sent, federation.schedule(0), states)
+    request = Launch(cohort, sent, federation.schedule(0), states)
     return federation.executor.train([request])[0]
 
 
@@ -129,7 +129,7 @@ def test_a_rule_is_told_the_round_and_what_its_client_holds_and_does():
         server, states = federation.begin()
         sent = Sent(server.send, server.buffers, ((),), 3)
         plan = federation.schedule(3)
-        request = TrainRequest(np.array([5, 2, 0]), sent, plan, states)
+        request = Launch(np.array([5, 2, 0]), sent, plan, states)
         replies = federation.executor.train([request])[0].replies
         found = replies.reports[0]
         sizes = np.array([1, 7, 16])
@@ -172,7 +172,7 @@ def test_clients_of_the_same_rows_and_rounds_of_the_same_model_draw_other_batche
         server, states = federation.begin()
         plan = federation.schedule(0)
         sent = [Sent(server.send, server.buffers, (), round) for round in (0, 1)]
-        requests = [TrainRequest(np.arange(2), each, plan, states) for each in sent]
+        requests = [Launch(np.arange(2), each, plan, states) for each in sent]
         models = [
             model for gathered in executor.train(requests) for model in gathered.replies.models
         ]
@@ -193,7 +193,7 @@ def test_rows_are_drawn_in_proportion_to_their_chances():
     for round in range(200):
         sent = Sent(*federation.net.initial(), ((),), round)
         plan = federation.schedule(0)
-        request = TrainRequest(federation.eligible[:1], sent, plan, ClientStates((), sent.vector))
+        request = Launch(federation.eligible[:1], sent, plan, ClientStates((), sent.vector))
         one = np.array([0])
         batches, _ = executor._batch_plan(_Rows([request], one, request.cohort, one + 8))
         counts += torch.bincount(labels[batches.rows[batches.real]], minlength=3)

@@ -14,7 +14,7 @@ from fedbasin.core.needs import NeedError
 from fedbasin.core.net import Net
 from fedbasin.core.protocols import needs_gradients
 from fedbasin.core.rng import root, torch_draws_from
-from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.core.round import Launch, Sent
 from fedbasin.core.task import CLASSIFICATION
 from fedbasin.core.tree import tensors
 from fedbasin.local import SGD, Adam, AdamW
@@ -46,7 +46,7 @@ def requests_of(federation, seeds):
         cohort = np.array([0, 2, 3, 5][: 2 + seed % 3])
         plan = Plan(0.1 / (1 + seed), 1 + seed % 2)
         states = ClientStates(zero, vector)
-        found.append(TrainRequest(cohort, sent, plan, states, root(seed)))
+        found.append(Launch(cohort, sent, plan, states, root(seed)))
     return found
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from fedbasin.core.method import Plan
 from fedbasin.core.rng import Key
-from fedbasin.core.round import ProbeRequest, Sent, TrainRequest
+from fedbasin.core.round import Launch, ProbeRequest, Sent
 from fedbasin.core.tree import tensors
 from fedbasin.experiment import Experiment, LocalConfig, PartitionConfig, SimConfig, run
 from fedbasin.local import SGD
@@ -157,7 +157,7 @@ def test_statistics_come_back_and_an_engines_own_error_is_raised_as_it_is(cluste
     who = np.array([4, 0, 2])
     sent = Sent(vector, buffers, (), 0)
     plan = Plan(0.1, 2)
-    request = TrainRequest(who, sent, plan, states, Key(5))  # not the executor's own randomness
+    request = Launch(who, sent, plan, states, Key(5))  # not the executor's own randomness
     expected = base.executor.train([request])[0]
     spread = on_ray(base, LoopExecutor, workers=2)
     with closing(spread):

@@ -1,4 +1,6 @@
+import re
 import signal
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,18 +16,23 @@ from fedbasin.core.method import Plan, Served
 from fedbasin.core.protocols import shared_prefix
 from fedbasin.core.record import RunFolder
 from fedbasin.core.rng import root
-from fedbasin.core.round import Probed, ProbeRequest, Returned, Traffic, one_round
+from fedbasin.core.sink import Sink, SinkError
 from fedbasin.core.state import read, save
 from fedbasin.local import Prox
 from fedbasin.methods import FedAvg, FedProx, Mime, Scaffold
-from fedbasin.sim import Diverged, Interrupted, run
+from fedbasin.sim import Interrupted, Run, drive
 from fedbasin.sim.cohort import CohortExecutor
-from fedbasin.sim.runner import start_from_prefix, stop_after_round
+from fedbasin.sim.rounds import Simulation
+from fedbasin.sim.runner import RunOptions, start_from_prefix, stop_after_round
 from fedbasin.testing import toy_federation
 
 
 class Crash(Exception):
     pass
+
+
+def run(federation, folder, facts, **options):
+    return drive(Run.open(federation, folder, RunOptions(facts, **options)))
 
 
 def records(federation):
@@ -53,8 +60,8 @@ def test_seeds_share_neither_model_nor_cohorts():
 
 @pytest.mark.parametrize("method", [FedAvg(), Scaffold(), Mime()], ids=str)
 @pytest.mark.parametrize("matrix", [False, True], ids=["loop", "cohort"])
-def test_rounds_of_several_runs_may_be_answered_together(method, matrix):
-    """Each request has its own model, rate, client states and randomness."""
+def test_rounds_of_several_runs_may_be_trained_together(method, matrix):
+    """Each launch has its own model, rate, client states and randomness."""
     first = toy_federation(method)
     other = replace(first, key=root(5), schedule=lambda round: Plan(0.05, 1))
     runs = [first, other]
@@ -62,26 +69,13 @@ def test_rounds_of_several_runs_may_be_answered_together(method, matrix):
     if matrix:
         executor = CohortExecutor(first.trainer, first.population, first.key, compiled=False)
     alone = [models(run) for run in runs]
-    held = [run.begin() for run in runs]
+    simulations = [Simulation(run, *run.begin()) for run in runs]
     for round in range(3):
-        cohorts = [run.cohort(round)[1] for run in runs]
-        steps = [
-            one_round(run.setup(), server, cohort, states)
-            for run, (server, states), cohort in zip(runs, held, cohorts, strict=True)
-        ]
-        requests = [next(step) for step in steps]
-        if isinstance(requests[0], ProbeRequest):
-            probes = executor.probe(requests)
-            answers = [Probed(c, probe) for c, probe in zip(cohorts, probes, strict=True)]
-            requests = [step.send(a) for step, a in zip(steps, answers, strict=True)]
-        for n, gathered in enumerate(executor.train(requests)):
-            with pytest.raises(StopIteration) as end:
-                steps[n].send(Returned(gathered, Traffic()))
-            server = end.value.value[0]
-            states = held[n][1]
-            states.put(cohorts[n].tolist(), gathered.own, round)
-            held[n] = (server, states)
-            torch.testing.assert_close(server.send, alone[n][round], rtol=1e-9, atol=1e-12)
+        launches = [simulation.launch() for simulation in simulations]
+        for n, gathered in enumerate(executor.train(launches)):
+            simulations[n].merge(gathered)
+            sent = simulations[n].server.send
+            torch.testing.assert_close(sent, alone[n][round], rtol=1e-9, atol=1e-12)
     assert not torch.allclose(alone[0][0], alone[1][0])
 
 
@@ -91,6 +85,8 @@ def test_bytes_are_what_a_federation_would_move():
         for record in records(toy_federation(method)):
             assert record.bytes_down == 3 * down * size
             assert record.bytes_up == 3 * (up * size + 24)
+    for record in records(toy_federation(Mime())):  # a gradient and its weight before, too
+        assert record.bytes_up == 3 * (2 * size + 8 + 24)
 
 
 def test_records_say_what_happened():
@@ -220,17 +216,13 @@ def test_statistics_follow_their_policy():
     assert torch.equal(before, after.buffers)
     federation, before, after = statistics("mean")
     assert not torch.equal(before, after.buffers)
-    from fedbasin.core.round import Sent, TrainRequest
+    from fedbasin.core.round import Launch, Sent
     from fedbasin.sim.participation import draw_cohort
 
     cohort = draw_cohort(federation.participation, federation.eligible, federation.key, 0)
     server, states = federation.begin()
     gathered = federation.executor.train(
-        [
-            TrainRequest(
-                cohort, Sent(server.send, server.buffers, (), 0), federation.schedule(0), states
-            )
-        ]
+        [Launch(cohort, Sent(server.send, server.buffers, (), 0), federation.schedule(0), states)]
     )[0]
     expected = np.average(
         gathered.buffers.numpy(), axis=0, weights=gathered.replies.weights.numpy()
@@ -274,11 +266,11 @@ def test_divergence_names_round_and_client_and_keeps_the_records(tmp_path):
         federation, schedule=lambda t: replace(federation.schedule(t), lr=1e308 if t == 2 else 0.1)
     )
     folder = RunFolder(tmp_path)
-    with pytest.raises(Diverged, match=r"round 3: client \d+ sent .*NaN.*records"):
-        run(exploding, folder, {"method": "fedavg"})
+    summary = run(exploding, folder, {"method": "fedavg"})
     assert [r.round for r in folder.read_rounds()] == [1, 2]
-    summary = folder.read_summary()
-    assert summary["status"] == "diverged" and "round 3" in summary["reason"]
+    assert folder.read_summary() == summary
+    assert summary["status"] == "diverged"
+    assert re.match(r"round 3: client \d+ sent .*NaN", summary["reason"])
     assert not folder.model.exists()
 
 
@@ -488,3 +480,64 @@ def test_one_stop_of_each_kind_is_one_stop_and_the_same_twice_stops_at_once():
         for number in (signal.SIGTERM, signal.SIGINT):
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(number)
+
+
+def test_the_halves_of_a_run_called_by_hand_are_the_driven_run(tmp_path):
+    federation = toy_federation(Mime(), rounds=3)
+    for name in ("hand", "driven"):
+        (tmp_path / name).mkdir()
+    by_hand = Run.open(federation, RunFolder(tmp_path / "hand"))
+    while by_hand.goes_on():
+        by_hand.merge(federation.train_cohort(by_hand.launch()))
+    by_hand.finish()
+    by_hand.close()
+    run(federation, RunFolder(tmp_path / "driven"), {})
+    ours, theirs = (RunFolder(tmp_path / name).model.read_bytes() for name in ("hand", "driven"))
+    assert ours == theirs
+
+
+def test_a_round_ends_once_and_lets_go_of_its_launch():
+    federation = toy_federation(Mime(), rounds=3)
+    simulation = Simulation(federation, *federation.begin())
+    gathered = federation.train_cohort(simulation.launch())
+    simulation.merge(gathered)
+    with pytest.raises(RuntimeError, match="no round is under way"):
+        simulation.merge(gathered)
+
+
+class FailingSink(Sink):
+    def __init__(self, when):
+        self.when = when
+        self.closed = 0
+
+    def open(self, run):
+        if self.when == "open":
+            raise OSError("no luck")
+
+    def record(self, record):
+        if self.when == "record":
+            raise OSError("no luck")
+
+    def close(self):
+        self.closed += 1
+
+
+def failing(self, launches):
+    raise Crash
+
+
+@pytest.mark.parametrize("when", ["open", "record", "train", "never"])
+def test_what_a_run_holds_is_let_go_of_however_it_ends(when, tmp_path, monkeypatch):
+    sink = FailingSink(when)
+    closed = []
+    resources = ExitStack()
+    resources.callback(closed.append, "lock")
+    federation = toy_federation(FedAvg(), rounds=2)
+    if when == "train":
+        monkeypatch.setattr(type(federation.executor), "train", failing)
+    options = RunOptions(sinks=[FailingSink("never"), sink])
+    ended = nullcontext() if when == "never" else pytest.raises((SinkError, Crash))
+    with ended:
+        drive(Run.open(federation, RunFolder(tmp_path), options, resources))
+    assert closed == ["lock"]
+    assert [each.closed for each in options.sinks] == [1, 0 if when == "open" else 1]

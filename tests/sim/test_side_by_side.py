@@ -9,7 +9,7 @@ from fedbasin.core.expressions import parse
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from
-from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.core.round import Launch, Sent
 from fedbasin.data.transform import Transform
 from fedbasin.local import SGD, Trainer
 from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum
@@ -62,7 +62,7 @@ def update_of(make, mixed=False, side=8, model="resnet8"):
     states = ClientStates((), vector)
     everyone = np.arange(len(SIZES))
     gathered = executor.train(
-        [TrainRequest(everyone, Sent(vector, buffers, (), 0), Plan(0.05, 2), states)]
+        [Launch(everyone, Sent(vector, buffers, (), 0), Plan(0.05, 2), states)]
     )[0]
     return gathered.replies.models - vector
 
@@ -119,7 +119,7 @@ def copies_of_a_step(rules, shared):
     everyone = np.arange(2)
     sent = Sent(vector, buffers, tuple(each(vector) for each in shared), 0)
     states = ClientStates(executor.zero_state(vector), vector)
-    executor.train([TrainRequest(everyone, sent, Plan(0.05, 1), states)])
+    executor.train([Launch(everyone, sent, Plan(0.05, 1), states)])
     return seen[0]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fedbasin.core.method import Plan
 from fedbasin.core.rng import Key
-from fedbasin.core.round import Sent, TrainRequest
+from fedbasin.core.round import Launch, Sent
 from fedbasin.experiment import ConfigError, Experiment, build
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
 from fedbasin.methods import Scaffold
@@ -71,7 +71,7 @@ def test_a_cohort_may_be_smaller_or_larger_than_before(workers):
     sent = Sent(vector, buffers, shared, 0)
     cohorts = ([3], [0, 1, 2, 3, 4, 5, 6, 7], [5, 2])
     requests = [  # the last two bring randomness of their own
-        TrainRequest(np.array(cohort), sent, Plan(0.1, 1), states, key)
+        Launch(np.array(cohort), sent, Plan(0.1, 1), states, key)
         for cohort, key in zip(cohorts, (None, Key(1), Key(2)), strict=True)
     ]
     found = zip(cohorts, executor.train(requests), loop.train(requests), strict=True)
@@ -108,13 +108,9 @@ def test_a_clients_own_error_comes_back_and_the_next_round_goes_well(workers):
     good = Sent(vector, buffers, shared, 0)
     with pytest.raises(ValueError, match="expected a vector of"):
         executor.train(
-            [
-                TrainRequest(
-                    np.array([0, 1, 2]), good._replace(vector=vector[1:]), Plan(0.1, 1), states
-                )
-            ]
+            [Launch(np.array([0, 1, 2]), good._replace(vector=vector[1:]), Plan(0.1, 1), states)]
         )[0]
-    again = executor.train([TrainRequest(np.array([4, 5]), good, Plan(0.1, 1), states)])[0]
+    again = executor.train([Launch(np.array([4, 5]), good, Plan(0.1, 1), states)])[0]
     assert again.replies.clients.tolist() == [4, 5]
     assert bool((again.replies.models != vector).any(1).all())
 

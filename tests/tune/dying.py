@@ -18,29 +18,22 @@ from pathlib import Path
 import torch
 from tune.asking import base, request
 
-from fedbasin.experiment import runs
-from fedbasin.sim.rounds import Federation
+from fedbasin.sim import Run
 from fedbasin.tuning import Outcome, tune
 from fedbasin.tuning.result import table_lines, trial_lines
 
 
 def count_into(file: Path) -> None:
     """Write a line for each round that is trained: its run and its number."""
-    begin = runs.course
-    play = Federation.round
-    places = {}
+    launch = Run.launch
 
-    def noted(federation, folder, *rest, **more):
-        places[id(federation)] = folder.path
-        return begin(federation, folder, *rest, **more)
-
-    def counted(self, server, states, holders):
+    def counted(self):
+        begun = launch(self)
         with file.open("a") as lines:
-            lines.write(f"{'/'.join(places[id(self)].parts[-4:])} {server.round}\n")
-        return play(self, server, states, holders)
+            lines.write(f"{'/'.join(self.folder.path.parts[-4:])} {begun.sent.round}\n")
+        return begun
 
-    runs.course = noted
-    Federation.round = counted
+    Run.launch = counted
 
 
 def ends_of(outcome: Outcome) -> dict[str, str]:

@@ -24,8 +24,8 @@ from fedbasin.experiment.comparison import Cell, cells, run_cells
 from fedbasin.experiment.defaults import changed, dealt_to, defaults_for, merged, task_for
 from fedbasin.experiment.objects import Factory
 from fedbasin.experiment.privacy import calibrated, calibrated_methods
+from fedbasin.experiment.runs import refuse_diverged
 from fedbasin.experiment.sharing import default_jobs
-from fedbasin.sim import Diverged
 from fedbasin.sinks import Target
 
 OnRound = Callable[[RoundRecord], bool | None]
@@ -73,8 +73,7 @@ def run(
     if on_round is None and _shown(progress):
         layout = [Cell(base.resolved(), path)]
         (summary,) = run_with_progress(layout, console_for_a_bar(), data_dir, log=log)
-        if summary["status"] == "diverged":
-            raise Diverged(f"{summary['reason']}; the records up to there are in {path}")
+        refuse_diverged(summary, path)
     else:
         summary = experiments.run(base, path, data_dir=data_dir, on_round=on_round, log=log)
     return RunResult(path, summary, base.objects.model)

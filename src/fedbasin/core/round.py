@@ -1,17 +1,18 @@
 """One round of the server, the same for every engine.
 
-A round is a generator of requests. It asks for a cohort's gradients, where the method wants them,
-and for the cohort's training; it is sent what came of each request. It ends with the server after
-the round and the round's record. A simulation answers with an executor, a federation with
-messages. All state between rounds lies in `Server` and in what clients keep.
+A round is two calls. `begin_round` returns what a cohort is asked to do. `end_round` takes what
+came of it, and returns the server after the round and the round's record. Between the two a
+simulation trains with an executor, and a federation sends messages. Methods that want the cohort's
+gradients first say so by `probe_of`. All state between rounds lies in `Server` and in what clients
+keep.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -58,32 +59,23 @@ class OwnStates(Protocol):
 
 
 class ProbeRequest(NamedTuple):
-    """Asks for the full gradients of a cohort at the model it is sent. Answered by `Probed`."""
+    """Asks for the full gradients of a cohort at the model it is sent."""
 
     cohort: np.ndarray  # client ids, rising
     sent: Sent
     first: int = 0  # where the run's clients begin, for an executor of several runs
 
 
-class TrainRequest(NamedTuple):
-    """Asks a cohort to train from what it is sent. Answered by `Returned`."""
+class Launch(NamedTuple):
+    """A round that has begun: asks a cohort to train from what it is sent, by the round's plan."""
 
-    cohort: np.ndarray  # client ids, rising
+    cohort: np.ndarray  # client ids, rising; nobody is asked where there are none
     sent: Sent
     plan: Plan
     states: OwnStates
     key: Key | None = None  # the run's randomness; None takes the executor's
     first: int = 0  # where the run's clients begin, for an executor of several runs
-
-
-Request: TypeAlias = ProbeRequest | TrainRequest
-
-
-class Probed(NamedTuple):
-    """The gradients of the clients that sent one; only these clients train."""
-
-    cohort: np.ndarray
-    probe: Probe
+    probe: Probe | None = None  # the cohort's gradients, where the method asked for them
 
 
 class Gathered(NamedTuple):
@@ -118,6 +110,7 @@ class Returned(NamedTuple):
 
     gathered: Gathered | None
     traffic: Traffic
+    seconds: float = 0.0  # from the draw of the cohort to its last reply
 
 
 class Merged(NamedTuple):
@@ -223,7 +216,6 @@ class RoundSetup:
         policy: what happens to replies that make no model.
         scoring: on what rows models are scored, and when.
         statistics: what happens to BatchNorm statistics.
-        clock: tells the seconds that records count.
     """
 
     method: Method
@@ -233,63 +225,65 @@ class RoundSetup:
     policy: Policy
     scoring: Scoring
     statistics: Statistics = field(default_factory=Statistics)
-    clock: Callable[[], float] = time.perf_counter
 
 
-Asked = TypeVar("Asked")
-Result = TypeVar("Result")
-Round: TypeAlias = Generator[Request, Any, tuple[Server, RoundRecord]]
+def probe_of(setup: RoundSetup, server: Server, cohort: np.ndarray) -> ProbeRequest | None:
+    """Return what a cohort is asked before the next round begins; None for most methods."""
+    if not needs_gradients(setup.method) or not len(cohort):
+        return None
+    return ProbeRequest(cohort, Sent(server.send, server.buffers, (), server.round))
 
 
-def one_round(setup: RoundSetup, server: Server, cohort: np.ndarray, states: OwnStates) -> Round:
-    """Yield the requests of the next round; return the server after it, and its record.
+def begin_round(
+    setup: RoundSetup,
+    server: Server,
+    cohort: np.ndarray,
+    states: OwnStates,
+    probe: Probe | None = None,
+) -> Launch:
+    """Begin the next round: plan it, and say what the cohort is sent.
 
     Args:
         setup: what all rounds have in common.
         server: the server before the round.
         cohort: ids of the clients that take part.
-        states: what clients keep, passed on with the request to train.
+        states: what clients keep, passed on to whoever trains them.
+        probe: the cohort's gradients, where `probe_of` asks for them. A client that sent none is
+            left out of the cohort.
     """
-    began = setup.clock()
-    method = setup.method
-    plan = method.plan(setup.schedule, setup.context.at(server.round, 0.0))
-    context = setup.context.at(server.round, plan.lr, plan)
-    if needs_gradients(method) and len(cohort):
-        start = Sent(server.send, server.buffers, (), server.round)
-        probed: Probed = yield ProbeRequest(cohort, start)
-        cohort = probed.cohort
-        context = replace(context, probe=probed.probe)
-    shared = method.broadcast(server.state, server.send, context)
+    if probe is None and probe_of(setup, server, cohort) is not None:
+        raise ValueError(
+            f"{setup.method} needs the cohort's gradients before a round: ask for them by "
+            "probe_of, and give begin_round(..., probe=...)"
+        )
+    plan = setup.method.plan(setup.schedule, setup.context.at(server.round, 0.0))
+    context = replace(setup.context.at(server.round, plan.lr, plan), probe=probe)
+    shared = setup.method.broadcast(server.state, server.send, context)
     sent = Sent(server.send, server.buffers, shared, server.round)
-    returned: Returned = yield TrainRequest(cohort, sent, plan, states, setup.key)
+    return Launch(cohort, sent, plan, states, setup.key, probe=probe)
+
+
+def end_round(
+    setup: RoundSetup, server: Server, launch: Launch, returned: Returned
+) -> tuple[Server, RoundRecord]:
+    """Merge what came of a launch; return the server after the round, and the round's record.
+
+    Args:
+        setup: what all rounds have in common.
+        server: the server as it is now.
+        launch: what `begin_round` returned.
+        returned: what the cohort sent back.
+    """
     record = RoundRecord(
         round=server.round + 1,
-        lr=plan.lr,
-        seconds_train=setup.clock() - began,
+        lr=launch.plan.lr,
+        seconds_train=returned.seconds,
         **returned.traffic._asdict(),
     )
-    context = replace(context, answered=returned.traffic.replies)
+    context = setup.context.at(server.round, launch.plan.lr, launch.plan)
+    context = replace(context, probe=launch.probe, answered=returned.traffic.replies)
     server, record = _merge(setup, server, returned.gathered, context, record)
     return server, scored(record, server, setup.scoring)
-
-
-def answered(steps: Generator[Asked, Any, Result], answer: Callable[[Asked], Any]) -> Result:
-    """Run requests to their end with a function that answers them; return what comes of them.
-
-    What the function raises is raised where the request was made.
-    """
-    try:
-        request = next(steps)
-        while True:
-            try:
-                response = answer(request)
-            except BaseException as error:
-                request = steps.throw(error)
-            else:
-                request = steps.send(response)
-    except StopIteration as end:
-        result: Result = end.value
-        return result
 
 
 def _merge(

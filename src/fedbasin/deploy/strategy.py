@@ -19,23 +19,23 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice, parse
-from fedbasin.core.method import Context, Method, Plan, Sampling
+from fedbasin.core.method import Context, Method, Plan, Probe, Sampling
 from fedbasin.core.metric import Metric
 from fedbasin.core.needs import check_network, check_task
 from fedbasin.core.protocols import check_private, guarantee_of, is_private
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.round import (
-    Probed,
+    Launch,
     ProbeRequest,
     Returned,
-    Round,
     RoundSetup,
     Scoring,
     Server,
-    TrainRequest,
+    begin_round,
+    end_round,
     merge_refused,
-    one_round,
+    probe_of,
 )
 from fedbasin.core.vectors import Weighting
 from fedbasin.deploy.audit import AuditedRound, MergedReply, Refusal
@@ -111,7 +111,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     _policy: Lenient
     _timeout: float
     _server: Server
-    _round: Round
+    _launch: Launch
+    _began: float  # when the cohort was drawn
     _cohort: Cohort
     _record: RoundRecord
     _audited: AuditedRound
@@ -289,13 +290,15 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         able = np.array(sorted(online))
         drawn = draw_cohort(self.participation, able, self._cohorts, server_round - 1)
         _log.info("configure_train: Sampled %s nodes (out of %s)", len(drawn), len(online))
-        self._round = one_round(self._setup, self._server, drawn, StatesOnClients())
-        request = next(self._round)
-        if isinstance(request, ProbeRequest):
-            request = self._round.send(self._probed(request, online, arrays))
-        assert isinstance(request, TrainRequest)  # a round asks for gradients once
+        self._began = time.perf_counter()
+        request = probe_of(self._setup, self._server, drawn)
+        probe = None
+        if request is not None:
+            drawn, probe = self._probed(request, online, arrays)
+        launch = begin_round(self._setup, self._server, drawn, StatesOnClients(), probe)
+        self._launch = launch
         # Clients that are asked in place of others were not drawn: no accounting allows that.
-        least = 0 if self._private else min(self.min_train_nodes, len(request.cohort))
+        least = 0 if self._private else min(self.min_train_nodes, len(launch.cohort))
         common: dict[str, Any] = dict(
             round=server_round,
             clients=self._clients,
@@ -303,12 +306,12 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             content=content_of(
                 {self.arrayrecord_key: arrays, self.configrecord_key: config},
                 server_round,
-                request.plan,
-                request.sent.shared,
+                launch.plan,
+                launch.sent.shared,
                 {"method": str(self.method), "name": self.journal.name, "seed": self.seed},
             ),
             merged=self.journal.merged,
-            asked={client: online[client] for client in request.cohort.tolist()},
+            asked={client: online[client] for client in launch.cohort.tolist()},
             least=least,
             timeout=self._timeout,
             patience=self.handling.patience,
@@ -317,18 +320,18 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         if self.secure is None:
             collector = Collector(
                 self._codec,
-                request.sent.round,
-                self._bounds(request.plan),
+                launch.sent.round,
+                self._bounds(launch.plan),
                 self.weighted_by_key,
                 len(self.method.rules()),
-                self._streams(len(request.cohort)),
+                self._streams(len(launch.cohort)),
                 "losses" in needs_of(self.method),
             )
             self._cohort = Cohort(collector=collector, **common)
         else:
-            self._cohort = self._secure_cohort(self.secure, request, common)
+            self._cohort = self._secure_cohort(self.secure, launch, common)
         self._cohort.name_late()
-        return self._cohort.messages(request.cohort.tolist())
+        return self._cohort.messages(launch.cohort.tolist())
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -353,10 +356,10 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 keys = {client: self._clients.key(node) for client, node in cohort.asked.items()}
                 merged = merged_replies(cohort.collector, guarded, self._server.send, keys)
         gathered = guarded.gathered if guarded else None
-        try:
-            self._round.send(Returned(gathered, cohort.traffic()))
-        except StopIteration as end:
-            self._server, self._record = end.value
+        seconds = time.perf_counter() - self._began
+        returned = Returned(gathered, cohort.traffic(), seconds)
+        self._server, self._record = end_round(self._setup, self._server, self._launch, returned)
+        del self._launch  # it may hold a gradient of every client
         for client, why in self._policy.blamed:
             cohort.refuse(client, cohort.asked[client], why)
         self._record = replace(self._record, refused=cohort.refused)
@@ -400,7 +403,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         return Bounds(plan, context.batch, context.effective_steps, rows, most)
 
     def _secure_cohort(
-        self, secure: Secure, request: TrainRequest, common: dict[str, Any]
+        self, secure: Secure, launch: Launch, common: dict[str, Any]
     ) -> SecureCohort:
         """Return a cohort whose replies are added up masked."""
         session = session_of(
@@ -408,24 +411,24 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             self.method,
             self.server_side,
             run=self.journal.name,
-            round=request.sent.round + 1,
+            round=launch.sent.round + 1,
             attempt=self._attempt,
-            cohort=len(request.cohort),
+            cohort=len(launch.cohort),
             statistics=self._codec.statistics.size,
         )
         size = size_of(session, self._codec.layout.size, self._codec.statistics.size)
         protocol = ServerProtocol(session, size, secure.neighbours)
         return SecureCohort(
-            collector=MaskedCollector(protocol, request.sent.round),
+            collector=MaskedCollector(protocol, launch.sent.round),
             protocol=protocol,
-            buffers=request.sent.buffers,
+            buffers=launch.sent.buffers,
             statistics=self._codec.statistics,
             **common,
         )
 
     def _probed(
         self, request: ProbeRequest, online: Mapping[int, int], arrays: ArrayRecord
-    ) -> Probed:
+    ) -> tuple[np.ndarray, Probe]:
         """Ask a cohort for its gradients. Clients that send none are left out of the round."""
         nodes = {client: online[client] for client in request.cohort.tolist()}
         least = min(self.min_train_nodes, len(nodes))
@@ -438,7 +441,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             least,
             self.handling.guard,
         )
-        return Probed(np.array(clients, dtype=np.int64), probe)
+        return np.array(clients, dtype=np.int64), probe
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -12,15 +12,13 @@ from typing import Any
 
 from fedbasin.core.lock import Busy
 from fedbasin.core.record import RecordError, RunFolder
-from fedbasin.data import DataError, Dataset
 from fedbasin.experiment.checks import check_needs
-from fedbasin.experiment.child_process import run_in_progress, warn_once
+from fedbasin.experiment.child_process import warn_once
 from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
-from fedbasin.experiment.pool import Outcome, outcomes, run_beside
-from fedbasin.experiment.runs import Branch, Options, mend_wiped, resumed, started, unlike
+from fedbasin.experiment.pool import outcomes
+from fedbasin.experiment.runs import Branch, mend_wiped, open_begun, open_new, unlike
 from fedbasin.experiment.sharing import StoredDataset, check_jobs, store_all
-from fedbasin.sim import Diverged
-from fedbasin.sim.runner import Course, Interrupted, Stopping, alone
+from fedbasin.sim.runner import Opened, RunOptions, drive
 from fedbasin.sinks import Target, refuse_across_processes, sinks_of
 
 
@@ -103,41 +101,40 @@ def run_cell(
 
     A run that diverges is a result: its summary says so, and the comparison continues.
     """
-    return alone(cell_course(cell, data_dir, log))
+    return drive(open_cell(cell, data_dir, log))
 
 
-def cell_course(
+def open_cell(
     cell: Cell,
     data_dir: Path | None = None,
     log: Sequence[Target] = (),
-    stopping: Stopping | None = None,
-) -> Course:
-    """Yield the requests of a cell, as `run_cell` runs it; return its summary."""
+    stored: Mapping[str, StoredDataset] | None = None,
+) -> Opened:
+    """Open the run of a cell, new or begun; of a cell that is over return the summary.
+
+    Args:
+        cell: what to run.
+        data_dir: a local mirror of the datasets.
+        log: where else records and summary go.
+        stored: datasets in memory that another process has stored, by name.
+    """
     folder = RunFolder(cell.path)
-    options = Options(
-        data_dir=data_dir,
-        branching=cell.branching,
-        until=cell.until,
-        log=log,
-        root=cell.root,
-        stopping=stopping,
+    options = RunOptions(
+        branching=cell.branching, until=cell.until, sinks=sinks_of(log), root=cell.root
     )
-    try:
-        if not folder.config.exists():
-            return (yield from started(cell.experiment, cell.path, options, cell.branch))
-        mend_wiped(folder)
-        there = read_experiment(folder.config)
-        if there != cell.experiment:
-            raise RecordError(
-                f"{cell.path} holds a run with other settings ({unlike(there, cell.experiment)}); "
-                "choose another folder"
-            )
-        if folder.summary.exists() and _is_done(folder.read_summary(), cell):
-            return folder.read_summary()
-        options = replace(options, objects=cell.experiment.objects)
-        return (yield from resumed(cell.path, options))
-    except Diverged:
+    experiment = _with_data(cell.experiment, stored or {})
+    if not folder.config.exists():
+        return open_new(experiment, cell.path, options, data_dir, cell.branch)
+    mend_wiped(folder)
+    there = read_experiment(folder.config)
+    if there != experiment:
+        raise RecordError(
+            f"{cell.path} holds a run with other settings ({unlike(there, experiment)}); "
+            "choose another folder"
+        )
+    if folder.summary.exists() and _is_done(folder.read_summary(), cell):
         return folder.read_summary()
+    return open_begun(cell.path, options, experiment.objects, data_dir)
 
 
 def _is_done(summary: Mapping[str, Any], cell: Cell) -> bool:
@@ -175,17 +172,11 @@ def run_cells(
     busy: list[str] = []
     experiments = [cell.experiment for cell in layout]
     check_jobs(experiments, jobs)
+    beside = _may_advance_together(layout) and all(isinstance(target, str) for target in log)
     with warn_once() as folder:
-        work: Callable[[Cell], dict[str, Any]] = partial(run_cell, data_dir=data_dir, log=log)
-        together = _together(layout) and all(isinstance(target, str) for target in log)
-        begin = partial(_begin, data_dir=data_dir, log=log) if together else None
-        works = None
-        if jobs > 1:
-            stored = store_all(experiments, folder)
-            work = partial(run_in_child, data_dir=data_dir, log=log, stored=stored)
-            if begin is not None:
-                works = partial(_run_beside_in_child, data_dir=data_dir, log=log, stored=stored)
-        for cell, outcome in outcomes(work, layout, jobs, more, folder, begin=begin, works=works):
+        stored = store_all(experiments, folder) if jobs > 1 else None
+        opening = partial(open_cell, data_dir=data_dir, log=log, stored=stored)
+        for cell, outcome in outcomes(opening, layout, jobs, folder, beside=beside):
             if on_cell is not None:
                 on_cell(cell, outcome)
             elif isinstance(outcome, Busy):
@@ -194,62 +185,23 @@ def run_cells(
                 raise outcome
             if not isinstance(outcome, Exception):
                 summaries[cell.path] = outcome
+            layout.extend(more())
     if busy:
         raise Busy("\n".join(busy))
     return [summaries[cell.path] for cell in layout if cell.path in summaries]
 
 
-def run_in_child(
-    cell: Cell, data_dir: Path | None, log: Sequence[Target], stored: Mapping[str, StoredDataset]
-) -> dict[str, Any]:
-    """Run a cell in a child process; unexpected errors are returned as text."""
-    name = cell.experiment.data.name
-    cell = _with_data(cell, {name: stored[name].open()} if name in stored else {})
-    try:
-        with run_in_progress():
-            return run_cell(cell, data_dir, log)
-    except (ValueError, OSError, DataError, Interrupted):
-        raise
-    except Exception as error:
-        raise RuntimeError(f"{cell.path}: {type(error).__name__}: {error}") from None
+def _may_advance_together(layout: list[Cell]) -> bool:
+    """Whether runs may advance together: nobody asks for one by one."""
+    return all(cell.experiment.sim.together != 1 for cell in layout)
 
 
-def _together(layout: list[Cell]) -> bool:
-    """Whether runs may advance together: there are several, and nobody asks for one by one."""
-    return len(layout) > 1 and all(cell.experiment.sim.together != 1 for cell in layout)
-
-
-def _begin(cell: Cell, stopping: Stopping, data_dir: Path | None, log: Sequence[Target]) -> Course:
-    return cell_course(cell, data_dir, log, stopping)
-
-
-def _run_beside_in_child(
-    cells: list[Cell],
-    data_dir: Path | None,
-    log: Sequence[Target],
-    stored: Mapping[str, StoredDataset],
-) -> list[Outcome]:
-    """Run cells side by side in a child process; unexpected errors are returned as text."""
-    opened = {name: each.open() for name, each in stored.items()}
-    with run_in_progress():
-        begin = partial(_begin, data_dir=data_dir, log=log)
-        ended = run_beside(begin, [_with_data(cell, opened) for cell in cells])
-    return [_sendable(cell, outcome) for cell, outcome in zip(cells, ended, strict=True)]
-
-
-def _with_data(cell: Cell, opened: Mapping[str, Dataset]) -> Cell:
-    """Return a cell with its data in memory, where it has such data."""
-    if cell.experiment.data.name not in opened:
-        return cell
-    objects = replace(cell.experiment.objects, data=opened[cell.experiment.data.name])
-    return replace(cell, experiment=replace(cell.experiment, objects=objects))
-
-
-def _sendable(cell: Cell, outcome: Outcome) -> Outcome:
-    """Return an outcome that another process can read."""
-    if isinstance(outcome, dict | ValueError | OSError | DataError | Busy):
-        return outcome
-    return RuntimeError(f"{cell.path}: {type(outcome).__name__}: {outcome}")
+def _with_data(experiment: Experiment, stored: Mapping[str, StoredDataset]) -> Experiment:
+    """Return the settings of a run with its data in memory, where another process stored it."""
+    name = experiment.data.name
+    if name not in stored:
+        return experiment
+    return replace(experiment, objects=replace(experiment.objects, data=stored[name].dataset))
 
 
 def slug(expression: str) -> str:

@@ -51,9 +51,9 @@ ONE_COPY: ContextVar[OneCopy | None] = ContextVar("one_copy", default=None)
 
 
 @contextmanager
-def one_copy() -> Iterator[None]:
-    """Let the runs that are built inside share their data."""
-    token = ONE_COPY.set(OneCopy())
+def one_copy(copies: OneCopy | None = None) -> Iterator[None]:
+    """Let the runs that are built inside share their data, with those built in it before."""
+    token = ONE_COPY.set(copies or OneCopy())
     try:
         yield
     finally:

@@ -14,22 +14,22 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context, resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fedbasin.core.lock import Busy
 from fedbasin.core.system import interrupts_blocked
-from fedbasin.experiment.child_process import prepare_worker
-from fedbasin.experiment.one_copy import one_copy
+from fedbasin.data import DataError
+from fedbasin.experiment.child_process import prepare_worker, run_in_progress
+from fedbasin.experiment.one_copy import OneCopy, one_copy
 from fedbasin.experiment.sharing import from_main, main_script_hidden
-from fedbasin.sim.batch import side_by_side
-from fedbasin.sim.runner import Course, Interrupted, Stopping
+from fedbasin.sim.batch import Outcome, run_batch
+from fedbasin.sim.runner import Interrupted, Opened, drive
 
 if TYPE_CHECKING:
-    from fedbasin.experiment.comparison import Cell, More
+    from fedbasin.experiment.comparison import Cell
 _log = logging.getLogger(__package__)
-Outcome = dict[str, Any] | Exception
-Work = Callable[["Cell"], dict[str, Any]]
-Works = Callable[[list["Cell"]], list[Outcome]]
-Begin = Callable[["Cell", Stopping], Course]
+Open = Callable[["Cell"], Opened]
+_Work = Callable[[list["Cell"]], list[Outcome]]
 AT_A_TIME = 8  # runs that one of several processes is given: enough for a matrix, few to wait for
 
 
@@ -61,15 +61,15 @@ class _WorkerProcess:
                 1, spawn, initializer=prepare_worker, initargs=(folder,)
             )
 
-    def submit(self, works: Works, cells: list[Cell]) -> Future[list[Outcome]]:
+    def submit(self, work: _Work, cells: list[Cell]) -> Future[list[Outcome]]:
         sent = [cell.without_data() for cell in cells]
         hidden = main_script_hidden(not self._needs_main)
         with interrupts_blocked(), hidden:  # the new process unblocks them once it is ready
             try:
-                return self.pool.submit(works, sent)
+                return self.pool.submit(work, sent)
             except BrokenProcessPool:
                 self.pool = _WorkerProcess(self._folder, self._needs_main).pool
-                return self.pool.submit(works, sent)
+                return self.pool.submit(work, sent)
 
 
 def _why_killed(mine: list[str]) -> str:
@@ -91,83 +91,86 @@ def _why_killed(mine: list[str]) -> str:
 
 
 def outcomes(
-    work: Work,
-    layout: list[Cell],
-    jobs: int,
-    more: More,
-    folder: Path,
-    *,
-    begin: Begin | None = None,
-    works: Works | None = None,
+    opening: Open, layout: list[Cell], jobs: int, folder: Path, *, beside: bool = False
 ) -> Iterator[tuple[Cell, Outcome]]:
-    """Yield each cell of a layout when it ends, with its summary or its error.
+    """Return each cell of a layout when it ends, with its summary or its error.
 
     With several jobs processes are given some cells at a time. Cells whose process is killed are
     retried once, each on its own.
 
     Args:
-        work: runs a cell.
-        layout: the cells.
+        opening: opens the run of a cell.
+        layout: the cells. It may be made longer whenever a cell has ended.
         jobs: how many processes; one is this one.
-        more: called when a cell ends; returns further cells.
         folder: what processes share.
-        begin: begins a cell that may advance beside others in this process.
-        works: runs several cells in another process; by default one after another, one at a time.
+        beside: whether runs of a process may advance side by side.
     """
     if jobs > 1:
-        yield from _in_parallel(work, layout, jobs, more, folder, works)
-    elif begin is not None:
-        yield from _beside(begin, layout, more)
-    else:
-        yield from _one_by_one(work, layout, more)
+        return _in_parallel(opening, layout, jobs, folder, beside)
+    return _in_this_process(opening, layout, beside)
 
 
-def _one_by_one(work: Work, layout: list[Cell], more: More) -> Iterator[tuple[Cell, Outcome]]:
-    for cell in layout:  # `more` makes it longer during the loop
-        yield cell, _outcome(work, cell)
-        layout.extend(more())
+def _in_this_process(
+    opening: Open, layout: list[Cell], beside: bool
+) -> Iterator[tuple[Cell, Outcome]]:
+    if beside and len(layout) > 1:
+        return _beside(opening, layout)
+    return _one_by_one(opening, layout)
 
 
-def _outcome(work: Work, cell: Cell) -> Outcome:
-    try:
-        return work(cell)
-    except Interrupted:
-        raise
-    except Exception as error:
-        return error
+def _one_by_one(opening: Open, layout: list[Cell]) -> Iterator[tuple[Cell, Outcome]]:
+    for cell in layout:  # which may become longer
+        outcome: Outcome
+        try:
+            outcome = drive(opening(cell))
+        except Interrupted:
+            raise
+        except Exception as error:
+            outcome = error
+        yield cell, outcome
 
 
-def _beside(begin: Begin, layout: list[Cell], more: More) -> Iterator[tuple[Cell, Outcome]]:
+def _beside(opening: Open, layout: list[Cell]) -> Iterator[tuple[Cell, Outcome]]:
     """Run the cells side by side; those that cannot join others run one after another."""
     begun: list[Cell] = []
+    copies = OneCopy()
 
-    def following() -> tuple[Cell, Callable[[Stopping], Course]] | None:
-        if len(begun) == len(layout):  # for now: `more` makes it longer
+    def open_with_others(cell: Cell) -> Opened:
+        with one_copy(copies):
+            return opening(cell)
+
+    def following() -> tuple[Cell, Callable[[], Opened]] | None:
+        if len(begun) == len(layout):  # for now: it may become longer
             return None
         cell = layout[len(begun)]
         begun.append(cell)
-        return cell, partial(begin, cell)
+        return cell, partial(open_with_others, cell)
 
-    most = layout[0].experiment.sim.together if layout else 0
-    with one_copy():
-        for cell, outcome in side_by_side(following, most):
-            yield cell, outcome
-            layout.extend(more())
+    return run_batch(following, layout[0].experiment.sim.together)
 
 
-def run_beside(begin: Begin, cells: list[Cell]) -> list[Outcome]:
-    """Run cells side by side; return the result of each."""
-    found = {cell.path: outcome for cell, outcome in _beside(begin, list(cells), list)}
+def run_in_child(opening: Open, beside: bool, cells: list[Cell]) -> list[Outcome]:
+    """Run cells in a child process; unexpected errors are returned as text."""
+    with run_in_progress():
+        ends = _in_this_process(opening, cells, beside)
+        found = {cell.path: _sendable(cell, outcome) for cell, outcome in ends}
     return [found[cell.path] for cell in cells]
 
 
+def _sendable(cell: Cell, outcome: Outcome) -> Outcome:
+    """Return an outcome that another process can read."""
+    if isinstance(outcome, dict | ValueError | OSError | DataError | Busy):
+        return outcome
+    return RuntimeError(f"{cell.path}: {type(outcome).__name__}: {outcome}")
+
+
 def _in_parallel(
-    work: Work, layout: list[Cell], jobs: int, more: More, folder: Path, works: Works | None
+    opening: Open, layout: list[Cell], jobs: int, folder: Path, beside: bool
 ) -> Iterator[tuple[Cell, Outcome]]:
     mine = from_main([cell.experiment for cell in layout])
     free = [_WorkerProcess(folder, bool(mine)) for _ in range(jobs)]
-    each: Works = partial(_each, work)
-    most = 1 if works is None else AT_A_TIME
+    work = partial(run_in_child, opening, beside)
+    most = AT_A_TIME if beside else 1
     begun = 0
     again: list[Cell] = []  # cells whose process was killed
     retried: set[Path] = set()
@@ -184,8 +187,7 @@ def _in_parallel(
                     share = -(-(len(layout) - begun) // jobs)
                     cells = layout[begun : begun + min(share, most)]
                     begun += len(cells)
-                way = each if works is None or len(cells) == 1 else works
-                running[worker.submit(way, cells)] = cells, worker
+                running[worker.submit(work, cells)] = cells, worker
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 failed = future.exception()
                 cells, worker = running.pop(future)
@@ -200,14 +202,9 @@ def _in_parallel(
                     raise failed
                 else:
                     yield from zip(cells, future.result(), strict=True)
-            layout.extend(more())
     except KeyboardInterrupt:
         _log.warning("finishing the rounds of %d runs, then saving", len(running))
         raise
     finally:
         for worker in [*free, *(worker for _, worker in running.values())]:
             worker.pool.shutdown(cancel_futures=True)
-
-
-def _each(work: Work, cells: list[Cell]) -> list[Outcome]:
-    return [_outcome(work, cell) for cell in cells]

@@ -6,9 +6,9 @@ import json
 import logging
 import shutil
 import tomllib
-from collections.abc import Collection, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import nn
 from fedbasin.core.archive import Archive
 from fedbasin.core.lock import alone_in
 from fedbasin.core.record import RecordError, RunFolder, is_wiped, write_atomically
-from fedbasin.core.sink import Log, Sink
 from fedbasin.core.snapshot import Snapshots
 from fedbasin.data import Dataset
 from fedbasin.data.naming import named_by_content
@@ -25,8 +24,8 @@ from fedbasin.experiment.assemble import build
 from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
 from fedbasin.experiment.facts import facts
 from fedbasin.experiment.objects import Factory, Objects, model_name, record_model
-from fedbasin.sim import Federation
-from fedbasin.sim.runner import Course, OnRound, Stopping, alone, course, start_from_prefix
+from fedbasin.sim import Diverged, Federation
+from fedbasin.sim.runner import OnRound, Opened, Run, RunOptions, drive, start_from_prefix
 from fedbasin.sinks import Target, sinks_of
 
 # Settings that change no result: they may be edited in config.toml before a run is resumed.
@@ -53,31 +52,6 @@ class Branch:
         """Return what the summary records about it."""
         known = RunFolder(self.prefix).read_summary()
         return {"run": self.prefix.name, "rounds": self.round, "commit": known.get("commit")}
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a run is carried out. Its settings say what is run.
-
-    Args:
-        data_dir: a local mirror of the datasets.
-        objects: data and network as Python objects.
-        branching: rounds after which a checkpoint is kept for other runs to start from.
-        until: the round to pause after; None runs to the end.
-        on_round: called with each round's record; the run ends early where it returns True.
-        log: where else records and summary go.
-        root: the folder of the comparison that the run belongs to; by default the run's own.
-        stopping: whether the run is to stop after the round; by default at Ctrl-C and SIGTERM.
-    """
-
-    data_dir: Path | None = None
-    objects: Objects = field(default_factory=Objects)
-    branching: Collection[int] = ()
-    until: int | None = None
-    on_round: OnRound | None = None
-    log: Sequence[Target] = ()
-    root: Path | None = None
-    stopping: Stopping | None = None
 
 
 def run(
@@ -112,38 +86,47 @@ def run(
         root: the folder of the comparison that the run belongs to, for sinks that keep one store
             for all its runs; by default `out`.
     """
-    options = Options(
-        data_dir=data_dir,
-        objects=Objects(data, model),
-        branching=branching,
-        until=until,
-        on_round=on_round,
-        log=log,
-        root=root,
+    options = RunOptions(
+        branching=branching, until=until, on_round=on_round, sinks=sinks_of(log), root=root
     )
-    return alone(started(experiment, Path(out), options, branch))
+    experiment = experiment.using(_objects(experiment, Objects(data, model)))
+    summary = drive(open_new(experiment, Path(out), options, data_dir, branch))
+    refuse_diverged(summary, Path(out))
+    return summary
 
 
-def started(
-    experiment: Experiment, out: Path, options: Options, branch: Branch | None = None
-) -> Course:
-    """Yield the requests of a run in a new folder; return its summary."""
-    sinks = sinks_of(options.log)  # before any work: a package may be missing
+def open_new(
+    experiment: Experiment,
+    out: Path,
+    options: RunOptions,
+    data_dir: Path | None = None,
+    branch: Branch | None = None,
+) -> Run:
+    """Open a run in a new folder.
+
+    Args:
+        experiment: what to run, with its objects.
+        out: the run's folder; one that holds a run already is refused.
+        options: how it is carried out.
+        data_dir: a local mirror of the datasets.
+        branch: another run to take the first rounds from.
+    """
     folder = RunFolder(out)
     _refuse_begun(folder, branch)
-    experiment = experiment.using(_objects(experiment, options.objects)).resolved()
-    with closing(_federation(experiment, folder, options.data_dir)) as federation:
+    experiment = experiment.resolved()
+    with ExitStack() as resources:
+        federation = _federation(experiment, folder, data_dir, resources)
         _announce_snapshots(federation, folder)
         folder.path.mkdir(parents=True, exist_ok=True)
-        with alone_in(folder.path):
-            _refuse_begun(folder, branch)  # another process may have been faster
-            if branch is not None:
-                start_from_prefix(federation, folder, RunFolder(branch.prefix), branch.round)
-                write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
-            _record_objects(experiment, federation, folder)
-            write_atomically(folder.begun, experiment.to_toml())
-            write_atomically(folder.config, experiment.to_toml())
-            return (yield from _run(experiment, federation, folder, options, sinks))
+        resources.enter_context(alone_in(folder.path))
+        _refuse_begun(folder, branch)  # another process may have been faster
+        if branch is not None:
+            start_from_prefix(federation, folder, RunFolder(branch.prefix), branch.round)
+            write_atomically(folder.branch, json.dumps(branch.facts()) + "\n")
+        _record_objects(experiment, federation, folder)
+        write_atomically(folder.begun, experiment.to_toml())
+        write_atomically(folder.config, experiment.to_toml())
+        return _open(experiment, federation, folder, options, resources)
 
 
 def _refuse_begun(folder: RunFolder, branch: Branch | None) -> None:
@@ -184,39 +167,47 @@ def resume(
         log: where else records go, as in `run`.
         root: the folder of the comparison that the run belongs to, as in `run`.
     """
-    options = Options(
-        data_dir=data_dir,
-        objects=Objects(data, model),
-        branching=branching,
-        until=until,
-        on_round=on_round,
-        log=log,
-        root=root,
+    options = RunOptions(
+        branching=branching, until=until, on_round=on_round, sinks=sinks_of(log), root=root
     )
-    return alone(resumed(Path(out), options))
+    summary = drive(open_begun(Path(out), options, Objects(data, model), data_dir))
+    refuse_diverged(summary, Path(out))
+    return summary
 
 
-def resumed(out: Path, options: Options) -> Course:
-    """Yield the requests of the run of a folder; return its summary."""
-    sinks = sinks_of(options.log)
+def open_begun(
+    out: Path, options: RunOptions, objects: Objects, data_dir: Path | None = None
+) -> Opened:
+    """Open the run of a folder, to resume it; of a finished run return the summary.
+
+    Args:
+        out: the run's folder.
+        options: how it is carried out.
+        objects: data and network that it was started with, where these are Python objects.
+        data_dir: a local mirror of the datasets.
+    """
     folder = RunFolder(out)
     if not folder.config.exists():
         raise RecordError(f"{out} holds no run: there is no config.toml in it")
     if folder.model.exists():
-        given = options.objects
-        if given.data is not None or given.model is not None:
-            _with_same_objects(folder, read_experiment(folder.config), given)
+        if objects.data is not None or objects.model is not None:
+            _with_same_objects(folder, read_experiment(folder.config), objects)
         return folder.read_summary()
     mend_wiped(folder)
     experiment = read_experiment(folder.config)
     _refuse_edited(folder, experiment)
-    experiment = _with_same_objects(folder, experiment, options.objects)
-    with (
-        alone_in(folder.path),
-        closing(_federation(experiment, folder, options.data_dir)) as federation,
-    ):
+    experiment = _with_same_objects(folder, experiment, objects)
+    with ExitStack() as resources:
+        resources.enter_context(alone_in(folder.path))
+        federation = _federation(experiment, folder, data_dir, resources)
         _record_objects(experiment, federation, folder)
-        return (yield from _run(experiment, federation, folder, options, sinks))
+        return _open(experiment, federation, folder, options, resources)
+
+
+def refuse_diverged(summary: Mapping[str, Any], out: Path) -> None:
+    """Raise `Diverged` for the summary of a run that has diverged."""
+    if summary.get("status") == "diverged":
+        raise Diverged(f"{summary['reason']}; the records up to there are in {out}")
 
 
 def mend_wiped(folder: RunFolder) -> None:
@@ -248,31 +239,23 @@ def _refuse_edited(folder: RunFolder, experiment: Experiment) -> None:
         )
 
 
-def _run(
+def _open(
     experiment: Experiment,
     federation: Federation,
     folder: RunFolder,
-    options: Options,
-    sinks: Sequence[Sink],
-) -> Course:
+    options: RunOptions,
+    resources: ExitStack,
+) -> Run:
     taken = folder.read_branch()
-    with closing(_log(experiment, folder, sinks, options.root)) as log:
-        return (
-            yield from course(
-                federation,
-                folder,
-                facts(experiment)
-                | {"clients": len(federation.population)}
-                | _scored_rows(experiment, federation)
-                | ({"branch": taken} if taken else {}),
-                checkpoint_every=experiment.sim.checkpoint_every,
-                branching=options.branching,
-                until=options.until,
-                on_round=options.on_round,
-                log=log,
-                stopping=options.stopping,
-            )
-        )
+    known = {
+        **facts(experiment),
+        "clients": len(federation.population),
+        **_scored_rows(experiment, federation),
+        **({"branch": taken} if taken else {}),
+    }
+    every = experiment.sim.checkpoint_every
+    options = replace(options, facts=known, settings=_settings(experiment), checkpoint_every=every)
+    return Run.open(federation, folder, options, resources)
 
 
 def _scored_rows(experiment: Experiment, federation: Federation) -> dict[str, Any]:
@@ -282,16 +265,15 @@ def _scored_rows(experiment: Experiment, federation: Federation) -> dict[str, An
     return {"scored_on": experiment.sim.score_on, "scored_rows": federation.evaluator.size}
 
 
-def _log(
-    experiment: Experiment, folder: RunFolder, sinks: Sequence[Sink], root: Path | None
-) -> Log:
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    """Return every setting by its full name."""
     settings: dict[str, Any] = {}
     for name, value in tomllib.loads(experiment.to_toml()).items():
         if isinstance(value, dict):
             settings |= {f"{name}.{inner}": each for inner, each in value.items()}
         else:
             settings[name] = value
-    return Log(sinks, folder.path, root or folder.path, settings)
+    return settings
 
 
 def _objects(experiment: Experiment, given: Objects) -> Objects:
@@ -339,7 +321,9 @@ def _record_objects(experiment: Experiment, federation: Federation, folder: RunF
         write_atomically(folder.encoding, federation.encoding)
 
 
-def _federation(experiment: Experiment, folder: RunFolder, data_dir: Path | None) -> Federation:
+def _federation(
+    experiment: Experiment, folder: RunFolder, data_dir: Path | None, resources: ExitStack
+) -> Federation:
     """Build the federation of a run; its archive and snapshots lie in the run's folder."""
     federation = build(
         experiment,
@@ -347,6 +331,7 @@ def _federation(experiment: Experiment, folder: RunFolder, data_dir: Path | None
         archive=Archive(folder.archive),
         client_archive=Archive(folder.clients),
     )
+    resources.enter_context(closing(federation))
     chosen = experiment.snapshots.chosen(experiment.rounds)
     snapshots = Snapshots(folder.snapshots, chosen, experiment.snapshots.clients)
     return replace(federation, snapshots=snapshots)

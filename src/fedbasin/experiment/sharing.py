@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing import current_process
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -51,8 +52,9 @@ class StoredDataset:
         first = replace(dataset, train=dataset.train.take([0]), test=dataset.test.take([0]))
         return cls(folder, first)
 
-    def open(self) -> Dataset:
-        """Return the dataset with arrays that are mapped from the files."""
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The dataset with arrays that are mapped from the files; the same one for all runs."""
         train = self._rows("train")
         test = self._rows("test")
         return replace(self.frame, train=train, test=test)

@@ -5,4 +5,5 @@ from fedbasin.sim.population import Population as Population
 from fedbasin.sim.rounds import Diverged as Diverged
 from fedbasin.sim.rounds import Federation as Federation
 from fedbasin.sim.runner import Interrupted as Interrupted
-from fedbasin.sim.runner import run as run
+from fedbasin.sim.runner import Run as Run
+from fedbasin.sim.runner import drive as drive

@@ -1,9 +1,9 @@
 """Many runs as one matrix: runs that train alike advance together.
 
-Every run is a course of requests with folders, records and checkpoints of its own. In each turn the
-requests to train of runs with the same network, rules, optimiser and batch size are answered by one
-cohort whose rows are the clients of all of them. What a run is sent is what it would be sent alone.
-A run that joins no others is run to its end before the next one begins.
+In each turn all runs begin a round, those with the same network, rules, optimiser and batch size
+train as one cohort whose rows are the clients of all of them, and all end their round. Each run has
+its own folder, records and checkpoints, and gets what it would get alone. A run that joins no
+others is run to its end before the next one begins.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -18,156 +19,178 @@ import torch
 from torch import nn
 
 from fedbasin.core.net import Net
-from fedbasin.core.round import Gathered, TrainRequest
+from fedbasin.core.round import Gathered, Launch
 from fedbasin.core.tree import count_bytes
 from fedbasin.local.train import Trainer
 from fedbasin.sim.cohort import CohortExecutor
 from fedbasin.sim.memory import SHARE, client_bytes, free_bytes
 from fedbasin.sim.population import Population
 from fedbasin.sim.rounds import Federation
-from fedbasin.sim.runner import Asked, Course, Interrupted, Stopping, stop_after_round
+from fedbasin.sim.runner import (
+    Interrupted,
+    Opened,
+    Run,
+    Stopping,
+    Summary,
+    drive,
+    stop_after_round,
+)
 
 MOST = 32  # runs at once: with more of them a step of a client gets no cheaper
 _SERVER_MODELS = 8  # vectors that a server and its state take, about
 
 Name = TypeVar("Name")
-Outcome = dict[str, Any] | Exception
-Begin = Callable[[Stopping], Course]
+Outcome = Summary | Exception
+Open = Callable[[], Opened]
 
 
 @dataclass
-class _Run(Generic[Name]):
-    """A run that waits for an answer."""
+class _Member(Generic[Name]):
+    """A run that advances with others, and the round that it is in."""
 
     name: Name
-    course: Course
-    asked: Asked
-    team: _Team | None = None  # runs that train alike, this one among them
+    run: Run
+    team: _Team  # runs that train alike, this one among them
+    launch: Launch | None = None
+    answer: Gathered | Exception | None = None  # what comes of the launch
+    seconds: float = 0.0  # that the training took, of the run's own
 
     @property
-    def federation(self) -> Federation:
-        return self.asked.federation
+    def asks(self) -> bool:
+        """Whether there is somebody to train."""
+        return self.launch is not None and len(self.launch.cohort) > 0
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self.seconds = 0.0
+        try:
+            with self._going():
+                self.launch = self.run.launch()
+        except Exception as error:
+            self.answer = error
+
+    def train_alone(self) -> None:
+        """Train with the run's own executor."""
+        assert self.launch is not None
+        began = time.perf_counter()
+        try:
+            self.answer = self.run.federation.train_cohort(self.launch)
+        except Exception as error:
+            self.answer = error  # the other runs continue
+        self.seconds = time.perf_counter() - began
+
+    def end(self, stopping: Stopping) -> Outcome | None:
+        """End the round; return the outcome of a run that is over, and close it."""
+        answer = self.answer
+        self.answer = None  # it holds a model of every client
+        self.launch = None  # and this may hold a gradient of each
+        outcome: Outcome
+        try:
+            with self._going():
+                if isinstance(answer, Exception):
+                    raise answer
+                self.run.merge(answer)
+                if stopping():
+                    self.run.stop()
+                if self.run.goes_on():
+                    return None
+                outcome = self.run.finish()
+        except Exception as error:
+            outcome = error
+        self.run.close()
+        return outcome
+
+    @contextmanager
+    def _going(self) -> Iterator[None]:
+        """Let the run's clock go on; it is paused while other runs work."""
+        clock = self.run.federation.clock
+        clock.go_on(self.seconds)
+        try:
+            yield
+        finally:
+            clock.pause()
 
 
-def side_by_side(
-    following: Callable[[], tuple[Name, Begin] | None], most: int = 0
+def run_batch(
+    following: Callable[[], tuple[Name, Open] | None], most: int = 0
 ) -> Iterator[tuple[Name, Outcome]]:
-    """Run courses, those that train alike together; yield each with its summary or its error.
+    """Run to the end, runs that train alike together; yield each with its summary or its error.
 
     Ctrl-C and SIGTERM stop all of them after the round that each is in.
 
     Args:
-        following: returns the next run to begin; None where there is none for now.
+        following: returns the next run to open; None where there is none for now.
         most: runs at once; 0 is as many as pay and fit in memory.
     """
-    live: list[_Run[Name]] = []
+    live: list[_Member[Name]] = []
     room = most or MOST
     stopped: Interrupted | None = None
     with stop_after_round() as stopping:
         try:
             while True:
-                while len(live) < room and not stopping() and (found := following()) is not None:
-                    name, begin = found
-                    run, outcome = _begun(name, begin, stopping)
-                    if run is not None:
-                        run.team = _team_of(run.federation, [each.team for each in live])
-                        live.append(run)
-                        room = min(room, _room(run.federation))
-                    if isinstance(outcome, Interrupted):
-                        stopped = outcome
-                    elif outcome is not None:
-                        yield name, outcome
-                if not live:
+                ended: list[tuple[Name, Outcome]] = []
+                if len(live) < room and not stopping() and (found := following()) is not None:
+                    name, opening = found
+                    outcome = _begin(name, opening, live, stopping)
+                    if outcome is None:
+                        room = min(room, _room(live[-1].run.federation))
+                    else:
+                        ended = [(name, outcome)]
+                elif live:
+                    ended = _turn(live, stopping)
+                else:
                     break
-                for run, outcome in _turn(live):
-                    live.remove(run)
+                for name, outcome in ended:
                     if isinstance(outcome, Interrupted):
                         stopped = outcome
                     else:
-                        yield run.name, outcome
+                        yield name, outcome
         finally:
-            for run in live:  # somebody stops in between: locks are let go of, runs resume
-                run.course.close()
+            for member in live:  # somebody stops in between: locks are let go of, runs resume
+                member.run.close()
         if stopped is not None:
             raise stopped
         if stopping() and following() is not None:
             raise Interrupted("stopped by the user")
 
 
-def _begun(
-    name: Name, begin: Begin, stopping: Stopping
-) -> tuple[_Run[Name] | None, Outcome | None]:
-    """Begin a run; return it at its first request, or its result if it joins no others."""
+def _begin(
+    name: Name, opening: Open, live: list[_Member[Name]], stopping: Stopping
+) -> Outcome | None:
+    """Open a run and let it join the others; return the outcome of one that joins none."""
     try:
-        course = begin(stopping)
-        asked = next(course)
-    except StopIteration as end:
-        return None, end.value
-    except Exception as error:
-        return None, error
-    asked.federation.clock.pause()
-    run = _Run(name, course, asked)
-    return (run, None) if joins(run.federation) else (None, _to_its_end(run))
-
-
-def _to_its_end(run: _Run[Any]) -> Outcome:
-    """Run to the end with the run's own executor."""
-    while True:
-        try:
-            answer = _own_answer(run)
-        except Exception as error:
-            outcome = _sent(run, error)
-        else:
-            outcome = _sent(run, answer)
-        if outcome is not None:
-            return outcome
-
-
-def _own_answer(run: _Run[Any]) -> Any:
-    clock = run.federation.clock
-    clock.go_on(0.0)
-    try:
-        return run.federation.answer(run.asked.request)
-    finally:
-        clock.pause()
-
-
-def _sent(run: _Run[Any], answer: Any, seconds: float = 0.0) -> Outcome | None:
-    """Hand an answer or an error to a run; return the run's result, if it is over."""
-    clock = run.federation.clock
-    clock.go_on(seconds)
-    try:
-        if isinstance(answer, Exception):
-            run.asked = run.course.throw(answer)
-        else:
-            run.asked = run.course.send(answer)
-    except StopIteration as end:
-        summary: dict[str, Any] = end.value
-        return summary
+        run = opening()
+        if not isinstance(run, Run) or not run.goes_on() or not joins(run.federation):
+            return drive(run, stopping)
     except Exception as error:
         return error
-    finally:
-        clock.pause()
+    run.federation.clock.pause()
+    team = _team_of(run.federation, [member.team for member in live])
+    live.append(_Member(name, run, team))
     return None
 
 
-def _turn(live: list[_Run[Name]]) -> list[tuple[_Run[Name], Outcome]]:
-    """Answer the request of every run; return the runs that are over."""
-    over = []
-    teams = {id(run.team): run.team for run in live}
+def _turn(live: list[_Member[Name]], stopping: Stopping) -> list[tuple[Name, Outcome]]:
+    """Play one round of every run; return the runs that are over, which are no longer live."""
+    ended: list[tuple[Name, Outcome]] = []
+    teams = {id(member.team): member.team for member in live}
     for team in teams.values():
-        assert team is not None
-        for run, answer, seconds in team.answers([run for run in live if run.team is team]):
-            outcome = _sent(run, answer, seconds)
+        members = [member for member in live if member.team is team]
+        for member in members:
+            member.begin()
+        team.train([member for member in members if member.asks])
+        for member in members:
+            outcome = member.end(stopping)
             if outcome is not None:
-                over.append((run, outcome))
-    return over
+                live.remove(member)
+                ended.append((member.name, outcome))
+    return ended
 
 
-def _team_of(federation: Federation, teams: Iterable[_Team | None]) -> _Team:
+def _team_of(federation: Federation, teams: Iterable[_Team]) -> _Team:
     """Return the team that a run joins, or a new one."""
     for team in teams:
-        if team is not None and train_alike(team.first, federation):
+        if train_alike(team.first, federation):
             return team
     return _Team(federation)
 
@@ -181,49 +204,40 @@ class _Team:
         self._begins: list[int] = []
         self._executor: CohortExecutor
 
-    def answers(self, runs: Sequence[_Run[Name]]) -> list[tuple[_Run[Name], Any, float]]:
-        """Return what each run is sent: an answer or an error; and its seconds of the work."""
-        training = [run for run in runs if isinstance(run.asked.request, TrainRequest)]
-        together = self._together(training) if len(training) > 1 else None
-        found: list[tuple[_Run[Name], Any, float]] = []
-        for run in runs:
-            if together is not None and run in training:
-                place = training.index(run)
-                found.append((run, together[0][place], together[1][place]))
-                continue
-            began = time.perf_counter()
-            answer: Any
-            try:
-                answer = run.federation.answer(run.asked.request)
-            except Exception as error:
-                answer = error  # this run's own: the others continue
-            found.append((run, answer, time.perf_counter() - began))
-        return found
+    def train(self, members: Sequence[_Member[Any]]) -> None:
+        """Train the launches of runs together; where that fails, each alone."""
+        if len(members) > 1 and self._train_together(members):
+            return
+        for member in members:
+            member.train_alone()
 
-    def _together(self, runs: Sequence[_Run[Name]]) -> tuple[list[Gathered], list[float]] | None:
-        """Answer requests to train in one go; None where that fails, and each is answered alone."""
-        self._join([run.federation for run in runs])
-        requests = [
-            run.asked.request._replace(first=first)
-            for run, first in zip(runs, self._begins, strict=True)
+    def _train_together(self, members: Sequence[_Member[Any]]) -> bool:
+        """Train all launches in one go; return whether that has worked."""
+        self._join([member.run.federation for member in members])
+        launches = [
+            member.launch._replace(first=first)
+            for member, first in zip(members, self._begins, strict=True)
+            if member.launch is not None
         ]
         began = time.perf_counter()
         try:
-            gathered = self._executor.train(requests)  # type: ignore[arg-type]
+            gathered = self._executor.train(launches)
         except Exception as error:
-            first = str(error).strip().split("\n", 1)[0]
+            first_line = str(error).strip().split("\n", 1)[0]
             warnings.warn(
-                f"{len(runs)} runs continue one by one in this round: {first}", stacklevel=2
+                f"{len(members)} runs continue one by one in this round: {first_line}", stacklevel=2
             )
-            return None
+            return False
         spent = time.perf_counter() - began
         steps = [float(each.replies.steps.sum()) for each in gathered]
-        for run, mine in zip(runs, steps, strict=True):
-            executor = run.federation.executor
+        for member, answer, taken in zip(members, gathered, steps, strict=True):
+            member.answer = answer
+            member.seconds = spent * taken / max(sum(steps), 1.0)
+            executor = member.run.federation.executor
             assert isinstance(executor, CohortExecutor)
-            executor.counters.useful += int(mine)
-            executor.counters.total += int(mine)
-        return gathered, [spent * mine / max(sum(steps), 1.0) for mine in steps]
+            executor.counters.useful += int(taken)
+            executor.counters.total += int(taken)
+        return True
 
     def _join(self, members: list[Federation]) -> None:
         """Make the executor of these runs, unless it is there."""

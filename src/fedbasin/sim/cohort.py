@@ -7,7 +7,7 @@ few shapes are compiled. Batches, gathers, augmentation and the step counter liv
 device: a step costs the host one launch. Uncompiled on a CPU a cohort takes the step of
 `sim.lean`, which equals this one to rounding.
 
-Several requests, of runs that train alike, are answered together: a row is then a client of one
+Several launches, of runs that train alike, are answered together: a row is then a client of one
 of them, with the run's own model, learning rate and randomness.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedbasin.core.method import Probe, Replies
 from fedbasin.core.rng import Key, fold_in, keys_tensor
-from fedbasin.core.round import Gathered, ProbeRequest, Sent, TrainRequest
+from fedbasin.core.round import Gathered, Launch, ProbeRequest, Sent
 from fedbasin.core.rule import Batch, Finish, Start
 from fedbasin.core.tree import concatenated, flatten, mapped, rebuild, row, stack
 from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps
@@ -96,7 +96,7 @@ class CohortExecutor(Executor):
     Args:
         trainer: how a client trains.
         population: the clients' data.
-        key: the randomness of requests that bring none.
+        key: the randomness of launches that bring none.
         compiled: whether the step is compiled, once for all sizes of the active set. Otherwise it
             runs eagerly under `vmap` (captured as a graph on CUDA).
         chunk: most clients that advance together; 0 takes as many as the memory holds.
@@ -130,31 +130,31 @@ class CohortExecutor(Executor):
         """Whether the lean step is taken; `vmap` alone has no rule for recurrent layers."""
         return self.exact and self.counters.lean and self.trainer.net.compiles
 
-    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
-        """Train the cohorts of all requests together, where what they send has one shape."""
-        if len(requests) > 1 and not _of_one_shape(requests):
-            return [self._train([request])[0] for request in requests]
-        return self._train(requests)
+    def train(self, launches: Sequence[Launch]) -> list[Gathered]:
+        """Train the cohorts of all launches together, where what they send has one shape."""
+        if len(launches) > 1 and not _of_one_shape(launches):
+            return [self._train([launch])[0] for launch in launches]
+        return self._train(launches)
 
-    def _train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
+    def _train(self, launches: Sequence[Launch]) -> list[Gathered]:
         batch = self.trainer.batch
-        sizes = [self.population.sizes[each.cohort + each.first] for each in requests]
+        sizes = [self.population.sizes[each.cohort + each.first] for each in launches]
         steps = [
             np.array([count_steps(each.plan, int(n), batch) for n in mine], dtype=np.int64)
-            for each, mine in zip(requests, sizes, strict=True)
+            for each, mine in zip(launches, sizes, strict=True)
         ]
-        counts = [len(each.cohort) for each in requests]
+        counts = [len(each.cohort) for each in launches]
         rows = _Rows(
-            requests,
-            np.repeat(np.arange(len(requests)), counts),
-            np.concatenate([each.cohort for each in requests]),
+            launches,
+            np.repeat(np.arange(len(launches)), counts),
+            np.concatenate([each.cohort for each in launches]),
             np.concatenate(steps),
         )
         order = np.argsort(-rows.steps, kind="stable")
-        back = torch.from_numpy(np.argsort(order)).to(requests[0].sent.vector.device)
+        back = torch.from_numpy(np.argsort(order)).to(launches[0].sent.vector.device)
         return self._in_chunks(
             order,
-            requests[0].sent,
+            launches[0].sent,
             lambda part: self._chunk(rows.take(part)),
             lambda parts: _gathered(_joined(parts, back), counts),
         )
@@ -236,7 +236,7 @@ class CohortExecutor(Executor):
         count = len(rows.clients)
         point = Point(
             vector.expand(count, -1),
-            own[-1] if trainer.keep_optimiser else self._fresh(rows.requests[0].sent.vector, count),
+            own[-1] if trainer.keep_optimiser else self._fresh(rows.launches[0].sent.vector, count),
             buffers.expand(count, -1),
             tuple(begin),
         )
@@ -290,7 +290,7 @@ class CohortExecutor(Executor):
         return mapped(lambda leaf: leaf.expand(count, *leaf.shape), state)
 
     def _batch_plan(self, rows: _Rows) -> tuple[BatchPlan, Tensor]:
-        vector = rows.requests[0].sent.vector
+        vector = rows.launches[0].sent.vector
         device = vector.device
         batch = self.trainer.batch
         clients = rows.ids
@@ -311,13 +311,13 @@ class CohortExecutor(Executor):
             # One shape for all rounds: as many steps as the largest client of the population takes,
             # now or in an earlier round, where a plan asks for ever fewer.
             most = max(int(self.population.sizes.max()), 1)
-            asked = max(count_steps(each.plan, most, batch) for each in rows.requests)
+            asked = max(count_steps(each.plan, most, batch) for each in rows.launches)
             longest = max(asked, self.counters.longest, 1)
             self.counters.longest = longest
         chances = self._chances(clients, most)
         epochs = max(1, int(np.max(-(-steps // np.maximum(passes, 1)))))
         index, real = cohort_rows(keys, sizes, limit, batch, longest, most, epochs, chances)
-        rates = [each.plan.lr for each in rows.requests]
+        rates = [each.plan.lr for each in rows.launches]
         lr = torch.tensor(rates, dtype=vector.dtype, device=device)
         lr = lr[0] if rows.alone else lr[torch.from_numpy(rows.which).to(device)]
         return BatchPlan(index + first[:, None, None], real, keys, limit, late, who, lr), sizes
@@ -369,15 +369,15 @@ class CohortExecutor(Executor):
         return starts
 
     def _survey(self, i: int, rows: _Rows) -> Any:
-        """Return what a rule finds at each client [A, ...], request by request."""
+        """Return what a rule finds at each client [A, ...], launch by launch."""
         rule = self.trainer.rules[i]
         if not rule.surveys:
             return ()
         found = []
         places = []
-        for number, request in enumerate(rows.requests):
+        for number, launch in enumerate(rows.launches):
             mine = np.flatnonzero(rows.which == number)
-            sent = request.sent
+            sent = launch.sent
             found.append(
                 survey(rule, sent.shared[i], self.trainer, self.population, rows.ids[mine], sent)
             )
@@ -497,38 +497,38 @@ def _graph_pool() -> Any:
 
 
 class _Rows(NamedTuple):
-    """Clients that advance together, each of one request."""
+    """Clients that advance together, each of one launch."""
 
-    requests: Sequence[TrainRequest]
-    which: np.ndarray  # [A] the request of each
+    launches: Sequence[Launch]
+    which: np.ndarray  # [A] the launch of each
     clients: np.ndarray  # [A] its id in its run
     steps: np.ndarray  # [A]
 
     @property
     def alone(self) -> bool:
-        """Whether all are of one request."""
-        return len(self.requests) == 1
+        """Whether all are of one launch."""
+        return len(self.launches) == 1
 
     @property
     def ids(self) -> np.ndarray:
         """Ids in the executor's population."""
-        ids: np.ndarray = self.clients + np.array([r.first for r in self.requests])[self.which]
+        ids: np.ndarray = self.clients + np.array([r.first for r in self.launches])[self.which]
         return ids
 
     def take(self, part: np.ndarray) -> _Rows:
-        """Return some of them, with those requests alone that they belong to."""
+        """Return some of them, with those launches alone that they belong to."""
         present, which = np.unique(self.which[part], return_inverse=True)
-        requests = [self.requests[i] for i in present]
-        return _Rows(requests, which, self.clients[part], self.steps[part])
+        launches = [self.launches[i] for i in present]
+        return _Rows(launches, which, self.clients[part], self.steps[part])
 
-    def pairs(self) -> list[tuple[TrainRequest, int]]:
-        """Return the request of each client, with the client's id in its run."""
+    def pairs(self) -> list[tuple[Launch, int]]:
+        """Return the launch of each client, with the client's id in its run."""
         clients = self.clients.tolist()
-        return [(self.requests[i], c) for i, c in zip(self.which, clients, strict=True)]
+        return [(self.launches[i], c) for i, c in zip(self.which, clients, strict=True)]
 
     def sent(self, what: Callable[[Sent], Any]) -> tuple[Any, int | None]:
         """Return what the clients were sent, and its axis of clients: none where it is one."""
-        values = [what(each.sent) for each in self.requests]
+        values = [what(each.sent) for each in self.launches]
         if self.alone:
             return values[0], None
         which = torch.from_numpy(self.which)
@@ -545,12 +545,12 @@ class _Part(NamedTuple):
 
 
 def _joined(parts: list[_Part], back: Tensor) -> _Part:
-    """Put the chunks together in the order of the requests and their cohorts."""
+    """Put the chunks together in the order of the launches and their cohorts."""
     return mapped(lambda leaf: leaf[back], concatenated(parts))
 
 
 def _gathered(part: _Part, counts: list[int]) -> list[Gathered]:
-    """Return what the cohort of each request sends back."""
+    """Return what the cohort of each launch sends back."""
     found = []
     end = 0
     for count in counts:
@@ -566,16 +566,16 @@ def _gathered(part: _Part, counts: list[int]) -> list[Gathered]:
     return found
 
 
-def _of_one_shape(requests: Sequence[TrainRequest]) -> bool:
-    """Whether what requests bring can be stacked: one tree, the same numbers beside tensors."""
+def _of_one_shape(launches: Sequence[Launch]) -> bool:
+    """Whether what launches bring can be stacked: one tree, the same numbers beside tensors."""
 
-    def shape(request: TrainRequest) -> list[Any]:
-        sent = request.sent
+    def shape(launch: Launch) -> list[Any]:
+        sent = launch.sent
         leaves = flatten((sent.vector, sent.buffers, sent.shared))
         return [(path, _described(leaf)) for path, leaf in leaves]
 
-    first = shape(requests[0])
-    return all(shape(request) == first for request in requests[1:])
+    first = shape(launches[0])
+    return all(shape(launch) == first for launch in launches[1:])
 
 
 def _described(leaf: Any) -> Any:

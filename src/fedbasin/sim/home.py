@@ -29,7 +29,7 @@ from fedbasin.core.method import Plan
 from fedbasin.core.metric import GroupMetric
 from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import Key
-from fedbasin.core.round import Sent, Server, TrainRequest
+from fedbasin.core.round import Launch, Sent, Server
 from fedbasin.core.served import Cell, ClientTable, columns_of, share_worse, took_part
 from fedbasin.local.batches import count_steps
 from fedbasin.local.train import Shard, Trainer
@@ -80,8 +80,8 @@ class HomeTraining:
         size = max(1, _BLOCK_BYTES // max(vector.numel() * vector.element_size(), 1))
         for first in range(0, len(clients), size):
             block = clients[first : first + size]
-            request = TrainRequest(block, sent, self.plan, states, key)
-            gathered = self.executor.train([request])[0]
+            launch = Launch(block, sent, self.plan, states, key)
+            gathered = self.executor.train([launch])[0]
             _log.info("%s: %d of %d clients", self.name, first + len(block), len(clients))
             ids = torch.from_numpy(block).to(vector.device)
             yield ids, gathered.replies.models, gathered.buffers

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key
-from fedbasin.core.round import Gathered, ProbeRequest, Sent, TrainRequest
+from fedbasin.core.round import Gathered, Launch, ProbeRequest, Sent
 from fedbasin.core.tree import stack
 from fedbasin.local.train import Received, Trained, Trainer
 from fedbasin.sim.population import Population
@@ -21,8 +21,8 @@ from fedbasin.sim.population import Population
 class Executor(Protocol):
     """Trains cohorts. Every executor gives the same result as the loop."""
 
-    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
-        """Train the cohort of each request from what its server sent."""
+    def train(self, launches: Sequence[Launch]) -> list[Gathered]:
+        """Train the cohort of each launch from what its server sent."""
         ...
 
     def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
@@ -54,28 +54,28 @@ class LoopExecutor(Executor):
     Args:
         trainer: how a client trains.
         population: the clients' data.
-        key: the randomness of requests that bring none.
+        key: the randomness of launches that bring none.
     """
 
     trainer: Trainer
     population: Population
     key: Key
 
-    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
-        """Train the cohort of each request, one client after another."""
-        return [self._train(request) for request in requests]
+    def train(self, launches: Sequence[Launch]) -> list[Gathered]:
+        """Train the cohort of each launch, one client after another."""
+        return [self._train(launch) for launch in launches]
 
     def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
         """Return the full gradients of each request's cohort at the model it was sent."""
         return [self._probe(request) for request in requests]
 
-    def _train(self, request: TrainRequest) -> Gathered:
-        key = request.key or self.key
+    def _train(self, launch: Launch) -> Gathered:
+        key = launch.key or self.key
         trained = [
-            self.one(client, request.sent, request.plan, request.states.get(client), key)
-            for client in request.cohort.tolist()
+            self.one(client, launch.sent, launch.plan, launch.states.get(client), key)
+            for client in launch.cohort.tolist()
         ]
-        return gather(request.cohort, trained, request.sent.vector)
+        return gather(launch.cohort, trained, launch.sent.vector)
 
     def _probe(self, request: ProbeRequest) -> Probe:
         cohort, sent = request.cohort, request.sent

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedbasin.core.method import Plan, Probe, Replies
 from fedbasin.core.rng import Key
-from fedbasin.core.round import Gathered, ProbeRequest, Sent, TrainRequest
+from fedbasin.core.round import Gathered, Launch, ProbeRequest, Sent
 from fedbasin.core.tree import rebuild, row, stack
 from fedbasin.local.batches import count_steps
 from fedbasin.local.train import Trainer
@@ -102,7 +102,7 @@ class Worker:
         own = _tensors(own, self._device)
         states = ClientStates(self._trainer.zero_state(sent.vector), sent.vector)
         states.put(clients.tolist(), [row(own, i) for i in range(len(clients))], sent.round)
-        gathered = self._engine.train([TrainRequest(clients, sent, plan, states, key)])[0]
+        gathered = self._engine.train([Launch(clients, sent, plan, states, key)])[0]
         rows = Rows(gathered.replies, gathered.buffers, stack(gathered.own))
         return _arrays(rows), float(gathered.train_loss)
 
@@ -168,22 +168,22 @@ class RayExecutor(Executor):
             self.close()
             raise
 
-    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
+    def train(self, launches: Sequence[Launch]) -> list[Gathered]:
         """Deal the clients of each cohort to the workers and join what they send back."""
-        return [self._train(request) for request in requests]
+        return [self._train(launch) for launch in launches]
 
-    def _train(self, request: TrainRequest) -> Gathered:
-        cohort = request.cohort
-        sent = request.sent
-        plan = request.plan
+    def _train(self, launch: Launch) -> Gathered:
+        cohort = launch.cohort
+        sent = launch.sent
+        plan = launch.plan
         steps = np.array(
             [count_steps(plan, int(n), self._trainer.batch) for n in self._sizes[cohort]]
         )
         common = ray.put(_arrays(sent))
 
         def submit(worker: Any, shard: np.ndarray) -> Any:
-            own = stack([request.states.get(int(client)) for client in shard])
-            return worker.train.remote(shard, _arrays(own), common, plan, request.key)
+            own = stack([launch.states.get(int(client)) for client in shard])
+            return worker.train.remote(shard, _arrays(own), common, plan, launch.key)
 
         places, parts = self._dealt(cohort, steps, sent.round, submit)
         rows: Rows = _joined([part for part, _ in parts], places, sent.vector.device)

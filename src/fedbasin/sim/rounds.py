@@ -1,11 +1,11 @@
-"""The round loop of a simulation: draw a cohort, answer the round's requests, store snapshots."""
+"""A simulation in memory: what does not change in it, and its rounds, one after another."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from fedbasin.core.archive import Archive
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import Choice
 from fedbasin.core.holdings import Holdings
-from fedbasin.core.method import Context, Method, Plan, Probe, Replies, ReplyError
+from fedbasin.core.method import Context, Method, Plan, Replies, ReplyError
 from fedbasin.core.needs import check_task
 from fedbasin.core.net import Net
 from fedbasin.core.protocols import check_private
@@ -25,20 +25,17 @@ from fedbasin.core.round import (
     Attempt,
     BufferPolicy,
     Gathered,
+    Launch,
     Merged,
-    Probed,
-    ProbeRequest,
-    Request,
     Returned,
     RoundSetup,
     Scoring,
-    Sent,
     Server,
     Statistics,
     Traffic,
-    TrainRequest,
-    answered,
-    one_round,
+    begin_round,
+    end_round,
+    probe_of,
 )
 from fedbasin.core.served import ClientTable
 from fedbasin.core.snapshot import Snapshot, Snapshots
@@ -52,7 +49,6 @@ from fedbasin.sim.loop import Executor
 from fedbasin.sim.participation import draw_cohort, drop_out
 from fedbasin.sim.population import Population
 
-Work: TypeAlias = Generator[Request, Any, tuple[Server, RoundRecord]]  # sent Probe or Gathered
 _REPLY_NUMBERS = 3 * 8  # samples, steps and loss travel beside a model
 
 
@@ -204,23 +200,16 @@ class Federation:
         self, server: Server, states: ClientStates
     ) -> Iterator[tuple[Server, RoundRecord]]:
         """Yield the server after each round with the round's record."""
-        holders = self.holders(server)
-        while server.round < self.rounds:
-            server, record = answered(self.round(server, states, holders), self.answer)
-            yield server, record
+        simulation = Simulation(self, server, states)
+        while simulation.server.round < self.rounds:
+            record = simulation.merge(self.train_cohort(simulation.launch()))
+            yield simulation.server, record
 
-    def holders(self, server: Server) -> set[int]:
-        """Return the clients that have been sent the frozen parts of the network."""
-        found: set[int] = set()
-        if self.net.frozen_bytes:  # after a checkpoint some have
-            found.update(*(self.cohort(round)[0].tolist() for round in range(server.round)))
-        return found
-
-    def answer(self, request: Request) -> Probe | Gathered:
-        """Return what the executor makes of a request."""
-        if isinstance(request, ProbeRequest):
-            return self.executor.probe([request])[0]
-        return self.executor.train([request])[0]
+    def train_cohort(self, launch: Launch) -> Gathered | None:
+        """Return what the run's own executor makes of a launch; None if it asks nobody."""
+        if not len(launch.cohort):
+            return None
+        return self.executor.train([launch])[0]
 
     def setup(self) -> RoundSetup:
         """Return what all rounds have in common."""
@@ -238,66 +227,112 @@ class Federation:
                 last=self.evaluate_last,
             ),
             statistics=Statistics(self.buffers, self.recalibrate),
-            clock=self.clock,
         )
 
-    def round(self, server: Server, states: ClientStates, holders: set[int]) -> Work:
-        """Yield what an executor is asked for in the next round; return the server after it.
 
-        Args:
-            server: the server before the round.
-            states: what clients keep.
-            holders: who has been sent the frozen parts; who is sent them now is added.
-        """
-        began = self.clock()
-        drawn, cohort = self.cohort(server.round)
-        new = set(drawn.tolist()) - holders
-        holders |= new
-        exchange = _Exchange(len(drawn), len(new) * self.net.frozen_bytes, self._forged)
-        steps = one_round(self.setup(), server, cohort, states)
-        request = next(steps)
-        while True:
-            response = yield from exchange.answer(request)
-            try:
-                request = steps.send(response)
-            except StopIteration as end:
-                after, record = end.value
-                break
-        replies = None
-        if exchange.gathered is not None:
-            replies = exchange.gathered.replies
-            states.put(cohort.tolist(), exchange.gathered.own, server.round)
-        self._store_snapshot(server, after, replies)
-        if self.home is not None:
-            record = self.home.entered(record, after)
-        record = self._attack_noted(record, after, cohort)
-        return after, replace(record, seconds=self.clock() - began)
+class Simulation:
+    """A simulated run in memory. Whoever drives it trains between the two halves of a round.
 
-    def _forged(self, gathered: Gathered, sent: Sent) -> Gathered:
-        """Return what the cohort sends: what it trained, or what its hostile members forge."""
-        if self.hostility is None:
-            return gathered
-        return self.hostility.forged(gathered, sent, self.key)
+    Args:
+        federation: what does not change.
+        server: the server before the next round.
+        states: what clients keep.
+    """
 
-    def _attack_noted(self, record: RoundRecord, server: Server, cohort: np.ndarray) -> RoundRecord:
+    def __init__(self, federation: Federation, server: Server, states: ClientStates) -> None:
+        self.federation = federation
+        self.server = server
+        self.states = states
+        self._setup = federation.setup()
+        self._holders = self._holders_before()
+        self._launch: Launch | None = None  # of the round under way
+        self._drawn = 0  # clients that are sent the model; not all of them answer
+        self._new = 0  # of these, the ones that are sent the frozen parts, too
+        self._began = 0.0
+
+    def launch(self) -> Launch:
+        """Begin a round: draw its cohort, ask for gradients if the method wants them."""
+        federation = self.federation
+        self._began = federation.clock()
+        drawn, cohort = federation.cohort(self.server.round)
+        new = set(drawn.tolist()) - self._holders
+        self._holders |= new
+        self._drawn = len(drawn)
+        self._new = len(new)
+        request = probe_of(self._setup, self.server, cohort)
+        probe = None if request is None else federation.executor.probe([request])[0]
+        self._launch = begin_round(self._setup, self.server, cohort, self.states, probe)
+        return self._launch
+
+    def merge(self, gathered: Gathered | None) -> RoundRecord:
+        """End the round with what its cohort trained; None if nobody was asked."""
+        launch = self._launch
+        if launch is None:
+            raise RuntimeError("no round is under way: call launch() before merge()")
+        self._launch = None  # it may hold a gradient of every client
+        federation = self.federation
+        if gathered is not None and federation.hostility is not None:
+            gathered = federation.hostility.forged(gathered, launch.sent, federation.key)
+        before = self.server
+        seconds = federation.clock() - self._began
+        returned = Returned(gathered, self._traffic(launch, gathered), seconds)
+        self.server, record = end_round(self._setup, before, launch, returned)
+        if gathered is not None:
+            self.states.put(launch.cohort.tolist(), gathered.own, before.round)
+        self._store_snapshot(before, None if gathered is None else gathered.replies)
+        if federation.home is not None:
+            record = federation.home.entered(record, self.server)
+        record = self._attack_noted(record, launch.cohort)
+        return replace(record, seconds=federation.clock() - self._began)
+
+    def _holders_before(self) -> set[int]:
+        """Return the clients that have been sent the frozen parts of the network."""
+        holders: set[int] = set()
+        if self.federation.net.frozen_bytes:  # after a checkpoint some have
+            for round in range(self.server.round):
+                holders.update(self.federation.cohort(round)[0].tolist())
+        return holders
+
+    def _traffic(self, launch: Launch, gathered: Gathered | None) -> Traffic:
+        """Count what would travel in a federation."""
+        count = len(launch.cohort)
+        sent = launch.sent
+        down = count_bytes((sent.vector, sent.buffers, sent.shared))
+        up = count_bytes(launch.probe) + count * _REPLY_NUMBERS
+        if gathered is not None:
+            replies = gathered.replies
+            up += count_bytes((replies.models, gathered.buffers, replies.reports))
+        return Traffic(
+            replies=count,
+            dropped=self._drawn - count,
+            bytes_down=self._drawn * down + self._new * self.federation.net.frozen_bytes,
+            bytes_up=up,
+        )
+
+    def _attack_noted(self, record: RoundRecord, cohort: np.ndarray) -> RoundRecord:
         """Enter how many of the cohort were hostile, and how well a backdoor works."""
-        if self.hostility is None:
+        federation = self.federation
+        if federation.hostility is None:
             return record
         notes = dict(record.notes)
-        notes["hostile"] = float(len(self.hostility.clients.intersection(cohort.tolist())))
-        if self.triggered is not None and self.setup().scoring.due(record.round):
-            success = self.triggered.score(server.score, server.buffers).get("accuracy")
+        hostile = federation.hostility.clients.intersection(cohort.tolist())
+        notes["hostile"] = float(len(hostile))
+        if federation.triggered is not None and self._setup.scoring.due(record.round):
+            scores = federation.triggered.score(self.server.score, self.server.buffers)
+            success = scores.get("accuracy")
             if isinstance(success, float):  # the task has classes
                 notes["attack_success"] = success
         return replace(record, notes=notes)
 
-    def _store_snapshot(self, before: Server, after: Server, replies: Replies | None) -> None:
+    def _store_snapshot(self, before: Server, replies: Replies | None) -> None:
         """Store the models of a round, if snapshots of it are wanted."""
-        if self.snapshots is None or after.round not in self.snapshots.rounds:
+        snapshots = self.federation.snapshots
+        after = self.server
+        if snapshots is None or after.round not in snapshots.rounds:
             return
         send = None if after.send is after.score else after.send
         snapshot = Snapshot(after.round, after.score, send, after.buffers)
-        if self.snapshots.clients and replies is not None:
+        if snapshots.clients and replies is not None:
             snapshot = replace(
                 snapshot,
                 start=before.send,
@@ -305,47 +340,4 @@ class Federation:
                 weights=replies.weights,
                 clients=replies.clients,
             )
-        self.snapshots.put(snapshot)
-
-
-@dataclass
-class _Exchange:
-    """Passes on the requests of one round to an executor, and counts what would travel.
-
-    Args:
-        drawn: how many clients were drawn; all of them are sent the model, not all answer.
-        frozen: bytes of frozen parts that are sent, to clients that are drawn for the first time.
-        forged: what becomes of the replies on their way.
-    """
-
-    drawn: int
-    frozen: int = 0
-    forged: Callable[[Gathered, Sent], Gathered] = lambda gathered, sent: gathered
-    gathered: Gathered | None = None  # what the cohort sent back
-    _probe_bytes: int = 0
-
-    def answer(self, request: Request) -> Generator[Request, Any, Probed | Returned]:
-        """Yield what an executor must answer; return what the round is sent."""
-        if isinstance(request, ProbeRequest):
-            probe: Probe = yield request
-            self._probe_bytes = count_bytes(probe)
-            return Probed(request.cohort, probe)
-        if len(request.cohort):
-            trained: Gathered = yield request
-            self.gathered = self.forged(trained, request.sent)
-        return Returned(self.gathered, self._traffic(request))
-
-    def _traffic(self, request: TrainRequest) -> Traffic:
-        count = len(request.cohort)
-        sent = request.sent
-        down = count_bytes((sent.vector, sent.buffers, sent.shared))
-        up = self._probe_bytes + count * _REPLY_NUMBERS
-        if self.gathered is not None:
-            replies = self.gathered.replies
-            up += count_bytes((replies.models, self.gathered.buffers, replies.reports))
-        return Traffic(
-            replies=count,
-            dropped=self.drawn - count,
-            bytes_down=self.drawn * down + self.frozen,
-            bytes_up=up,
-        )
+        snapshots.put(snapshot)

@@ -5,29 +5,31 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from multiprocessing import parent_process
+from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from fedbasin.core.protocols import shared_prefix, state_from_prefix
 from fedbasin.core.record import RoundRecord, RunFolder, write_atomically
-from fedbasin.core.round import Request, Server, answered, summary_of
-from fedbasin.core.sink import Log
+from fedbasin.core.round import Gathered, Launch, Server, summary_of
+from fedbasin.core.sink import Log, Sink
 from fedbasin.core.state import load, save, write
 from fedbasin.core.system import peak_memory
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, SavedStates
 from fedbasin.sim.provenance import record_data, refuse_other
-from fedbasin.sim.rounds import Diverged, Federation, Work
+from fedbasin.sim.rounds import Diverged, Federation, Simulation
 
 _log = logging.getLogger(__name__)
 OnRound = Callable[[RoundRecord], bool | None]
 Stopping = Callable[[], bool]
+Summary = dict[str, Any]
 
 
 class Interrupted(RuntimeError):
@@ -44,146 +46,198 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a run asks an executor for; it is sent the answer, a `Probe` or `Gathered`."""
-
-    federation: Federation
-    request: Request
-
-
-Course: TypeAlias = Generator[Asked, Any, dict[str, Any]]  # of a run; ends with its summary
-
-
-def alone(course: Course) -> dict[str, Any]:
-    """Run to the end with the run's own executor; return the summary."""
-    return answered(course, lambda asked: asked.federation.answer(asked.request))
-
-
-def run(
-    federation: Federation, folder: RunFolder, facts: dict[str, Any], **options: Any
-) -> dict[str, Any]:
-    """Start or resume the run of a folder, as `course` does. Return and write its summary."""
-    return alone(course(federation, folder, facts, **options))
-
-
-def course(
-    federation: Federation,
-    folder: RunFolder,
-    facts: dict[str, Any],
-    *,
-    checkpoint_every: int = 10,
-    branching: Collection[int] = (),
-    until: int | None = None,
-    on_round: OnRound | None = None,
-    log: Log | None = None,
-    stopping: Stopping | None = None,
-) -> Course:
-    """Start or resume the run of a folder: yield its requests, return and write its summary.
+class RunOptions:
+    """How a run is carried out. Its settings say what is run.
 
     Args:
-        federation: what to run.
-        folder: where its records go. A checkpoint in it is resumed.
         facts: what the summary says beside the measured numbers.
+        settings: every setting by its full name, for sinks.
         checkpoint_every: save after every k rounds, and at the end.
         branching: rounds after which a checkpoint is saved for other runs to start from.
         until: the round to pause after, with a checkpoint; a run that is there already is not
             changed. None runs to the end.
         on_round: called with each round's record; the run ends early where it returns True.
-        log: where else records and summary go. If it fails, a checkpoint is saved before the error
-            is raised.
-        stopping: whether the run is to stop after the round; by default at Ctrl-C and SIGTERM.
+        sinks: where else records and summary go. If one fails, a checkpoint is saved before the
+            error is raised.
+        root: the folder of the comparison that the run belongs to; by default the run's own.
     """
-    log = log or Log((), folder.path, folder.path, {})
-    record_data(folder, federation.data)
-    server, states, spent = _restored(federation, folder)
-    records = folder.keep_rounds(server.round)
-    if federation.holdings is not None:
-        write_atomically(folder.partition, federation.holdings.to_csv())
-    log.open(records)
-    began = federation.clock()
-    status = "finished"
-    reason = None
-    end = federation.rounds if until is None else min(until, federation.rounds)
 
-    def seconds() -> float:
-        return spent + federation.clock() - began
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint_every: int = 10
+    branching: Collection[int] = ()
+    until: int | None = None
+    on_round: OnRound | None = None
+    sinks: Sequence[Sink] = ()
+    root: Path | None = None
 
-    watched = stop_after_round() if stopping is None else nullcontext(stopping)
-    with watched as stopping:
+
+class Run:
+    """A run on disk, new or resumed. Whoever drives it trains between the halves of a round.
+
+        run = Run.open(federation, folder)
+        while run.goes_on():
+            run.merge(federation.train_cohort(run.launch()))
+        summary = run.finish()
+
+    `close` must be called at the end, however it comes; `drive` does all of this.
+    """
+
+    def __init__(
+        self, federation: Federation, folder: RunFolder, options: RunOptions, resources: ExitStack
+    ) -> None:
+        self.federation = federation
+        self.folder = folder
+        self._options = options
+        root = options.root or folder.path
+        self._log = Log(options.sinks, folder.path, root, options.settings)
+        resources.callback(self._log.close)
+        record_data(folder, federation.data)
+        server, states, self._spent = _restored(federation, folder)
+        self._records = folder.keep_rounds(server.round)
+        if federation.holdings is not None:
+            write_atomically(folder.partition, federation.holdings.to_csv())
+        self._log.open(self._records)
+        self._began = federation.clock()
+        self._simulation = Simulation(federation, server, states)
+        self._saved = server.round  # the round of the last checkpoint
+        self._status = "running"
+        self._reason: str | None = None
+        until = options.until
+        self._end = federation.rounds if until is None else min(until, federation.rounds)
+        self._resources = resources.pop_all()  # last: until here whoever opens the run closes them
+
+    @classmethod
+    def open(
+        cls,
+        federation: Federation,
+        folder: RunFolder,
+        options: RunOptions | None = None,
+        resources: ExitStack | None = None,
+    ) -> Run:
+        """Start the run of a folder, or resume it if there is a checkpoint.
+
+        Args:
+            federation: what to run.
+            folder: where its records go.
+            options: how it is carried out.
+            resources: what is closed with the run, such as the folder's lock.
+        """
+        with resources or ExitStack() as held:
+            return cls(federation, folder, options or RunOptions(), held)
+
+    @property
+    def _server(self) -> Server:
+        return self._simulation.server
+
+    def goes_on(self) -> bool:
+        """Whether there is another round to come."""
+        return self._status == "running" and self._server.round < self._end
+
+    def launch(self) -> Launch:
+        """Begin the next round: return what its cohort is to train."""
+        return self._simulation.launch()
+
+    def merge(self, gathered: Gathered | None) -> None:
+        """End the round with what its cohort trained, and write it to disk.
+
+        A run that diverges is over; its summary says so.
+        """
         try:
-            holders = federation.holders(server)
-            while server.round < end:
-                after, record = yield from _asked(
-                    federation, federation.round(server, states, holders)
-                )
-                server = after
-                folder.append(record)
-                records.append(record)
-                ends = on_round is not None and on_round(record) is True
-                failed = log.record(record)
-                if record.round in branching:
-                    folder.sync_rounds()
-                    _save_branching(folder, Checkpoint(server, states.kept(), seconds()))
-                last = ends or record.round == end
-                if last or stopping() or failed or record.round % checkpoint_every == 0:
-                    _write_clients(federation, records, folder)
-                    folder.sync_rounds()
-                    save(folder.checkpoint, Checkpoint(server, states.kept(), seconds()))
-                    states.mark_saved()
-                    federation.sweep()
-                    hand_back_gaps()
-                if failed is not None:
-                    raise failed
-                if stopping() and not last:
-                    status = "stopped"
-                    reason = f"stopped by the user after round {record.round}"
-                    break
-                if ends:
-                    reason = f"ended early by on_round after round {record.round}"
-                    break
+            record = self._simulation.merge(gathered)
         except Diverged as error:
-            status = "diverged"
-            reason = str(error)
-        if status == "finished" and reason is None and end < federation.rounds:
-            status = "paused"
-            reason = f"paused after round {end}"
-        summary = (
-            facts | summary_of(records, seconds(), federation.headline, status, reason) | _peaks()
-        )
-        summary |= federation.facts() | {"client_states": states.where}
-        folder.sync_rounds()
-        folder.write_summary(summary)
-    if status == "finished":
-        _ship(federation, server, folder)
-    log.finish(summary)
-    _raise_unfinished(status, reason, folder)
-    return summary
+            self._status = "diverged"
+            self._reason = str(error)
+            return
+        self.folder.append(record)
+        self._records.append(record)
+        on_round = self._options.on_round
+        if on_round is not None and on_round(record) is True:
+            self._status = "finished"
+            self._reason = f"ended early by on_round after round {record.round}"
+        failed = self._log.record(record)
+        if record.round in self._options.branching:
+            self.folder.sync_rounds()
+            _save_branching(self.folder, self._checkpoint())
+        due = record.round % self._options.checkpoint_every == 0
+        if due or failed is not None or not self.goes_on():
+            self._save()
+        if failed is not None:
+            raise failed
+
+    def stop(self) -> None:
+        """End after the round that is over, at the user's wish; a run that is over stays so."""
+        if not self.goes_on():
+            return
+        if self._saved != self._server.round:
+            self._save()
+        self._status = "stopped"
+        self._reason = f"stopped by the user after round {self._server.round}"
+
+    def finish(self) -> Summary:
+        """Write the summary, and the model of a finished run; return the summary.
+
+        A run that was stopped then raises `Interrupted`.
+        """
+        if self._status == "running":
+            paused = self._end < self.federation.rounds
+            self._status = "paused" if paused else "finished"
+            self._reason = f"paused after round {self._end}" if paused else None
+        headline = self.federation.headline
+        measured = summary_of(self._records, self._seconds(), headline, self._status, self._reason)
+        summary = {**self._options.facts, **measured, **_peaks(), **self.federation.facts()}
+        summary["client_states"] = self._simulation.states.where
+        self.folder.sync_rounds()
+        self.folder.write_summary(summary)
+        if self._status == "finished":
+            _ship(self.federation, self._server, self.folder)
+        self._log.finish(summary)
+        if self._status == "stopped":
+            raise Interrupted(f"{self._reason}; resume it with: fedbasin resume {self.folder.path}")
+        return summary
+
+    def close(self) -> None:
+        """Close the log, let go of the lock and free the executors."""
+        self._resources.close()
+
+    def _seconds(self) -> float:
+        return self._spent + self.federation.clock() - self._began
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self._server, self._simulation.states.kept(), self._seconds())
+
+    def _save(self) -> None:
+        """Save a checkpoint, and delete what only the one before needed."""
+        table = self.federation.client_table(self._records)
+        if table is not None:
+            write_atomically(self.folder.client_table, table.to_csv())
+        self.folder.sync_rounds()
+        save(self.folder.checkpoint, self._checkpoint())
+        self._saved = self._server.round
+        self._simulation.states.mark_saved()
+        self.federation.sweep()
+        hand_back_gaps()
 
 
-def _write_clients(federation: Federation, records: list[RoundRecord], folder: RunFolder) -> None:
-    """Write what each client gets, where clients were scored."""
-    table = federation.client_table(records)
-    if table is not None:
-        write_atomically(folder.client_table, table.to_csv())
+Opened = Run | Summary  # a summary is of a run that is over already
 
 
-def _asked(federation: Federation, work: Work) -> Generator[Asked, Any, tuple[Server, RoundRecord]]:
-    """Yield the requests of a round with the run that makes them."""
-    response = None
-    while True:
-        try:
-            request = work.send(response)
-        except StopIteration as end:  # at once where nobody answers
-            result: tuple[Server, RoundRecord] = end.value
-            return result
-        response = yield Asked(federation, request)
+def drive(run: Opened, stopping: Stopping | None = None) -> Summary:
+    """Run to the end with the run's own executor, close it, and return its summary.
 
-
-def _raise_unfinished(status: str, reason: str | None, folder: RunFolder) -> None:
-    if status == "diverged":
-        raise Diverged(f"{reason}; the records up to there are in {folder.path}")
-    if status == "stopped":
-        raise Interrupted(f"{reason}; resume it with: fedbasin resume {folder.path}")
+    Args:
+        run: what is run.
+        stopping: whether to stop after the round; by default at Ctrl-C and SIGTERM.
+    """
+    if not isinstance(run, Run):
+        return run
+    watch = stop_after_round() if stopping is None else nullcontext(stopping)
+    with closing(run), watch as asked_to_stop:
+        while run.goes_on():
+            run.merge(run.federation.train_cohort(run.launch()))
+            if asked_to_stop():
+                run.stop()
+        return run.finish()
 
 
 def start_from_prefix(

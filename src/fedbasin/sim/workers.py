@@ -22,7 +22,7 @@ from torch.multiprocessing import get_context
 
 from fedbasin.core.method import Plan, Probe
 from fedbasin.core.rng import Key
-from fedbasin.core.round import Gathered, ProbeRequest, Sent, TrainRequest
+from fedbasin.core.round import Gathered, Launch, ProbeRequest, Sent
 from fedbasin.core.tree import rebuild, tensors
 from fedbasin.local.batches import count_steps
 from fedbasin.local.train import Trained, Trainer
@@ -79,7 +79,7 @@ class WorkerExecutor:
     Args:
         trainer: how a client trains.
         population: the clients' data, on the CPU.
-        key: the randomness of requests that bring none.
+        key: the randomness of launches that bring none.
         workers: number of processes; they start with the first round.
     """
 
@@ -95,10 +95,10 @@ class WorkerExecutor:
         if self.population.inputs.device.type != "cpu":
             raise ValueError("worker processes train on a CPU; use sim.workers = 1 on a GPU")
 
-    def train(self, requests: Sequence[TrainRequest]) -> list[Gathered]:
-        """Train the cohort of each request, one request after another."""
+    def train(self, launches: Sequence[Launch]) -> list[Gathered]:
+        """Train the cohort of each launch, one launch after another."""
         try:
-            return [self._train(request) for request in requests]
+            return [self._train(launch) for launch in launches]
         except BaseException:
             self.close()  # the others' answers would be taken for the next round's
             raise
@@ -119,11 +119,11 @@ class WorkerExecutor:
         """End the processes; the next round starts new ones."""
         _stop(self._running)
 
-    def _train(self, request: TrainRequest) -> Gathered:
-        cohort = request.cohort
-        sent = request.sent
-        plan = request.plan
-        key = request.key or self.key
+    def _train(self, launch: Launch) -> Gathered:
+        cohort = launch.cohort
+        sent = launch.sent
+        plan = launch.plan
+        key = launch.key or self.key
         if not self._running:
             self._start()
         steps = [
@@ -133,7 +133,7 @@ class WorkerExecutor:
         busy = [(w, share) for w, share in zip(self._running, shares, strict=True) if share]
         for worker, share in busy:
             clients = [int(cohort[i]) for i in share]
-            own = [request.states.get(client) for client in clients]
+            own = [launch.states.get(client) for client in clients]
             (sent_at, own_at), down = _written((sent, tuple(own)), worker.down)
             fresh = down if down is not worker.down else None
             worker.down = down

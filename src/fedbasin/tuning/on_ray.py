@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,8 +18,9 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from fedbasin.experiment.comparison import Cell, run_in_child
+from fedbasin.experiment.comparison import Cell, open_cell
 from fedbasin.experiment.executors import pick_device
+from fedbasin.experiment.pool import run_in_child
 from fedbasin.experiment.sharing import StoredDataset, check_jobs, store_all
 from fedbasin.sim.ray_executor import join
 
@@ -55,7 +57,11 @@ def run_on_ray(cells: list[Cell], *, data_dir: Path | None = None, jobs: int | N
 def _run(cell: Cell, data_dir: Path | None, stored: Mapping[str, StoredDataset]) -> dict[str, Any]:
     """Run one cell in a process of the cluster."""
     torch.set_num_threads(1)
-    return run_in_child(cell, data_dir, (), stored)
+    opening = partial(open_cell, data_dir=data_dir, stored=stored)
+    (outcome,) = run_in_child(opening, False, [cell])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _wait_for(waiting: list[Any]) -> None:
