@@ -160,6 +160,19 @@ class LocalConfig:
     keep_optimiser: bool = False
 
 
+# Settings of `SimConfig` that change no result: they may be edited before a run is resumed.
+RESULT_NEUTRAL = (
+    "device",
+    "workers",
+    "address",
+    "chunk",
+    "memory",
+    "together",
+    "client_memory",
+    "checkpoint_every",
+)
+
+
 @dataclass(frozen=True)
 class SimConfig:
     """How the federation is simulated.
