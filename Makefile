@@ -9,7 +9,7 @@ EXTRA ?= core
 FLOWER ?= 1.40.0 1.41.0 # the range in pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-flower-versions test-federation test-fuzz test-soak test-kills lock sbom audit lint lint-containers everything docs stranger format generated bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test test-flower test-flower-versions test-federation test-fuzz test-soak test-kills test-privacy lock sbom audit lint lint-containers everything docs stranger format generated bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -19,16 +19,19 @@ demo: $(VENV)/.core ## install, then watch methods compete on the digits (under 
 	$(BIN)/fedbasin demo
 
 test: $(VENV)/.dev ## install the dev extra and run every test and doctest
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 300 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 900 $(ARGS)
 
 test-flower: $(VENV)/.flower ## install Flower and run the tests of deploy/ that start no federation
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 300 tests/deploy src/fedbasin/deploy $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 900 tests/deploy src/fedbasin/deploy $(ARGS)
 
 test-federation: $(VENV)/.flower ## all tests of deploy/, with SuperLinks and SuperNodes that are killed (minutes)
 	OMP_NUM_THREADS=1 FEDBASIN_TEST_FEDERATION=1 $(BIN)/python -m pytest --timeout 900 tests/deploy $(ARGS)
 
 test-kills: $(VENV)/.dev ## kill a tuned comparison at 20 random moments, and go on each time
 	OMP_NUM_THREADS=1 FEDBASIN_TEST_KILLS=20 $(BIN)/python -m pytest tests/tune/test_killed.py $(ARGS)
+
+test-privacy: $(VENV)/.dev ## audit what dp claims with 100,000 trials a world and its own noise (half an hour)
+	OMP_NUM_THREADS=1 FEDBASIN_TEST_PRIVACY=$${FEDBASIN_TEST_PRIVACY:-100000} $(BIN)/python -m pytest -n $(WORKERS) tests/methods/test_privacy_audit.py $(ARGS)
 
 test-flower-versions: $(PINS) ## the tests of test-flower with each version of Flower in FLOWER, each in a venv of its own
 	for version in $(FLOWER); do \

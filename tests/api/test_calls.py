@@ -472,7 +472,7 @@ def test_scripts_without_a_main_guard(tmp_path, definition, model, jobs, expecte
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(definition=definition, model=model, jobs=jobs))
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert expected in done.stdout + done.stderr
@@ -507,7 +507,7 @@ def test_what_a_notebook_defines_runs_in_one_process(data, tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-"], input=code, cwd=tmp_path, capture_output=True, text=True,
-        timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert "runs 2" in done.stdout, done.stderr
     assert "mine is defined in this notebook" in done.stdout

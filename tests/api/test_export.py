@@ -84,7 +84,7 @@ def test_programs_give_the_outputs_of_the_run(trained, to, name, tmp_path):
         np.save(folder / "rows.npy", rows)
     done = subprocess.run(
         [sys.executable, "-c", OTHER, to, *map(str, folders)],
-        capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path,
+        capture_output=True, text=True, check=False, cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -122,7 +122,7 @@ def test_a_merge_that_is_refused_merges_nobody(tmp_path):
         del reply.content["report"], reply.content["report-shape"]
         return [reply]
 
-    run("scaffold", silent, rounds=1, folder=tmp_path)
+    run("scaffold", silent, rounds=1, folder=tmp_path, fails="no client rule reports a Change")
     assert lines_of(tmp_path)[0]["merged"] == []
 
 

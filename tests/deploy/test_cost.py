@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from contextlib import ExitStack
 from uuid import uuid4
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("flwr", reason="needs the extra fedbasin[flower]")
 
+from counting import allocated
 from deploy.grids import LocalGrid
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -23,19 +24,18 @@ CLIENTS = 40
 SIZE = PARTS * PART
 
 
-def resident(what):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
-
-
 def model(value):
     return ArrayRecord({f"{n}": Array(np.full(PART, value, np.float32)) for n in range(PARTS)})
 
 
 class Crowd(LocalGrid):
-    """Many clients whose models come into being when they are pulled."""
+    """Many clients whose models come into being when they are pulled.
 
-    base = 0
+    From the first one on, what is held in memory is counted.
+    """
+
+    counting = None
+    memory = None
 
     def push_messages(self, messages):
         for message in messages:
@@ -51,9 +51,8 @@ class Crowd(LocalGrid):
             if message.metadata.message_type == "query":
                 reply = Message(Error(2, "no query"), reply_to=message)
             else:
-                if not self.base:  # what the round itself needs is in memory by now
-                    Path("/proc/self/clear_refs").write_text("5")
-                    type(self).base = resident("VmRSS")
+                if self.memory is None:
+                    self.memory = self.counting.enter_context(allocated())
                 arrays = model(float(self.client(node)))
                 metrics = MetricRecord({"num-examples": 1 + self.client(node)})
                 content = RecordDict({"arrays": arrays, "metrics": metrics})
@@ -63,24 +62,21 @@ class Crowd(LocalGrid):
         return []
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
 def test_replies_are_averaged_within_three_models_of_memory():
     grid = Crowd(ClientApp(), CLIENTS)
-    peaks = []
 
     class Measured(FedbasinStrategy):
         def aggregate_train(self, server_round, replies):
-            merged = super().aggregate_train(server_round, replies)
-            peaks.append(resident("VmHWM"))
-            return merged
+            with ExitStack() as grid.counting:
+                return super().aggregate_train(server_round, replies)
 
     strategy = Measured("fedavg", fraction_evaluate=0.0)
     result = strategy.start(grid, model(0.0), num_rounds=1, timeout=60)
-    grown = (peaks[0] - grid.base) / (4 * SIZE)
     weights = torch.arange(1, CLIENTS + 1, dtype=torch.float64)
     expected = float((weights * (weights - 1)).sum() / weights.sum())
     for found in result.arrays.to_torch_state_dict().values():
         torch.testing.assert_close(found, torch.full((PART,), expected), rtol=1e-4, atol=1e-3)
     assert strategy._cohort.collector.stream == "samples"
-    assert grown < 3.3, grown  # the cohort would be forty
+    held = grid.memory.most / (4 * SIZE)
+    assert held < 3.5, held  # the cohort would be forty
     assert strategy.journal.records[0].replies == CLIENTS

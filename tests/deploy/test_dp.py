@@ -223,3 +223,49 @@ def test_under_secure_aggregation_it_gives_the_simulators_model(monkeypatch):
 def test_the_servers_noise_cannot_hide_what_it_does_not_see():
     with pytest.raises(ValueError, match="noise_by='clients'"):
         run(f"dp({UNIFORM})", secure=SECURE)
+
+
+@pytest.mark.parametrize(
+    ("noise", "secure"),
+    [(1.0, Secure(clip=5.0)), (1e6, Secure(clip=9.0, bits=8)), (1e6, Secure(clip=9.0, bits=28))],
+)
+def test_the_recorded_noise_is_that_of_the_opened_sums(noise, secure):
+    """Clip times noise is 1. Updates of 1e-6, where noise is large, hide nothing of it."""
+    source = f"dp({UNIFORM}, clip={1 / noise}, noise={noise}, noise_by='clients')"
+    plain = f"dp({UNIFORM}, clip={1 / noise}, noise=0.0, noise_by='clients')"
+    without, _ = run(plain, rounds=1, secure=secure)
+    noises = []
+    for _ in range(20):
+        strategy, _ = run(source, rounds=1, secure=secure)
+        noises.append((strategy._server.send - without._server.send).numpy())
+    recorded = strategy._record.notes
+    assert recorded["noise_std"] == pytest.approx(1 / 6) and recorded["secure_clipped"] == 0
+    noises = np.stack(noises)
+    noises -= noises.mean(0) if noise == 1.0 else 0  # batches differ from run to run
+    assert noises.std() == pytest.approx(recorded["noise_std"], rel=5 / np.sqrt(2 * noises.size))
+
+
+@pytest.mark.parametrize(
+    ("secure", "why"),
+    [
+        (Secure(clip=0.005), r"Secure\(clip=0.005\) would cut the noise .* 0.204, .*clip=2.27"),
+        (Secure(clip=2.2), "give Secure"),
+        (Secure(clip=100.0, bits=8), r"multiples of 0.787, which swallows .* clip=2.27"),
+    ],
+)
+def test_words_that_would_cut_or_swallow_the_noise_are_refused(secure, why):
+    """The record would say more noise than there is. Six clients: each adds 0.5 / sqrt(6)."""
+    for source in (
+        f"wima(dp({UNIFORM}, clip=0.5, noise=1.0, noise_by='clients'))",
+        f"fedavg(weighting='uniform', local=local_dp(clip=0.5, noise={1 / np.sqrt(6)}))",
+    ):
+        with pytest.raises(ValueError, match=why):
+            run(source, secure=secure)
+    run(f"dp({UNIFORM}, clip=0.5, noise=0.0, noise_by='clients')", rounds=1, secure=secure)
+
+
+def test_the_words_that_are_asked_for_hold_the_largest_noise():
+    """2.27 is 0.5 and the largest number that a client draws."""
+    source = f"dp({UNIFORM}, clip=0.5, noise=1.0, noise_by='clients')"
+    strategy, _ = run(source, rounds=1, secure=Secure(clip=2.27, bits=12))
+    assert strategy._record.notes["secure_clipped"] == 0

@@ -157,12 +157,26 @@ def test_the_first_to_answer_does_not_decide_how_reports_are_shaped(tree):
         assert strategy.journal.records[0].replies == 5
 
 
-def test_reports_that_are_all_wrong_cost_the_round_and_no_more(caplog):
-    strategy = run("scaffold", reporting(set(range(6)), ((torch.zeros(3),),)))
+def test_reports_that_are_all_wrong_end_a_run_that_has_merged_nothing(caplog):
+    wrong = reporting(set(range(6)), ((torch.zeros(3),),))
+    strategy = run("scaffold", wrong, fails="ReplyError: no client rule reports a Change")
     start = toy_federation(parse("fedavg", "method")).net.initial()[0]
-    assert torch.equal(strategy._server.send, start) and strategy._server.round == 2
-    assert [r.notes["merge_refused"] for r in strategy.journal.records] == [1, 1]
-    assert sum("keeps its model" in r.getMessage() for r in caplog.records) == 2
+    assert torch.equal(strategy._server.send, start) and strategy._server.round == 1
+    assert [r.notes["merge_refused"] for r in strategy.journal.records] == [1]
+    assert sum("keeps its model" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_reports_that_are_all_wrong_cost_a_later_round_and_no_more():
+    answers = []
+
+    def tamper(client, reply):
+        answers.append(client)
+        wrong = 6 < len(answers) <= 12  # round 2
+        return reporting(set(range(6)) if wrong else set(), ((torch.zeros(3),),))(client, reply)
+
+    strategy = run("scaffold", tamper, rounds=3)
+    notes = [r.notes.get("merge_refused") for r in strategy.journal.records]
+    assert notes == [None, 1.0, None] and not strategy.journal.refused
 
 
 def merged(method, before, collected, context, guard=None):
@@ -209,12 +223,12 @@ def test_one_of_two_that_reports_oddly_does_not_get_the_other_refused():
     assert all(r.replies >= 2 for r in strategy.journal.records)
 
 
-def test_a_report_that_is_missing_costs_the_round_and_no_more():
+def test_a_report_that_all_lack_ends_a_run_that_has_merged_nothing():
     def silent(client, reply):
         del reply.content["report"], reply.content["report-shape"]
         return [reply]
 
-    strategy = run("scaffold", silent, rounds=1)
+    strategy = run("scaffold", silent, rounds=1, fails="no client rule reports a Change")
     assert strategy.journal.records[0].notes == {"merge_refused": 1.0}
 
 

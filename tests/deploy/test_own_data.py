@@ -14,7 +14,7 @@ from deploy.grids import LocalGrid, strategy_for
 from flwr.app import ArrayRecord, Context, RecordDict
 
 from fedbasin import Experiment
-from fedbasin.data import from_clients
+from fedbasin.data import DataError, from_clients
 from fedbasin.deploy import client_app, node_table
 from fedbasin.deploy.client import _check_classes
 from fedbasin.deploy.own_rows import Held, held_by
@@ -128,7 +128,7 @@ def context_of(**config):
 def refused(table, encoding, folder):
     """What a node says about a table of its own."""
     table.to_csv(folder / "mine.csv", index=False)
-    with pytest.raises(Refused) as error:
+    with pytest.raises(DataError) as error:
         context = context_of(data=str(folder / "mine.csv"))
         held_by(lambda context: node_table(context, encoding), context, 1, 3)
     return str(error.value)
@@ -156,7 +156,7 @@ def test_a_node_without_a_file_or_an_encoding_says_what_to_do(sites, encoding):
         (context_of(data="/nowhere.csv"), encoding, "there is no file /nowhere.csv"),
         (context_of(data="/x.csv"), sites / "none.json", "none.json cannot be read"),
     ):
-        with pytest.raises(Refused, match=words):
+        with pytest.raises(DataError, match=words):
             held_by(lambda context, given=given: node_table(context, given), context, 1, 3)
 
 
@@ -185,7 +185,7 @@ def test_arrays_that_do_not_fit_name_the_client_and_the_row():
         ((np.zeros((4, 2)), np.zeros(3)), "client 2: inputs has 4 rows and labels has 3"),
         ([1, 2], "client 2: its data is list"),
     ):
-        with pytest.raises(Refused, match=words):
+        with pytest.raises(DataError, match=words):
             Held.of(given, 2)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from deploy.grids import LocalGrid
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbasin.core.record import RunFolder
+from fedbasin.data import from_table
 from fedbasin.deploy import FedbasinStrategy
 from fedbasin.deploy.certificates import make_node_key
 from fedbasin.deploy.federation import LocalFederation
@@ -210,3 +212,48 @@ def test_a_node_with_a_key_that_is_killed_comes_back_within_the_minute(tmp_path)
         log = nodes.log("node0")
         assert "[code: 2004]" in log  # else Flower has mended it, and the wait can go
         assert log.count("SuperNode ID") == 2
+
+
+TABLES = """\"\"\"Clients that read tables of their own.\"\"\"
+
+from pathlib import Path
+
+from fedbasin.deploy import client_app, node_table
+from lean.client_app import model
+
+ENCODING = Path(__file__).with_name("encoding.json")
+app = client_app(model, lambda context: node_table(context, ENCODING), batch=8)
+"""
+
+
+def test_over_tls_a_bad_row_is_in_its_sites_log_alone(tmp_path):
+    """In plain, and then with secure aggregation: all that the server writes is searched."""
+    app = tmp_path / "app"
+    shutil.copytree(LEAN, app)
+    settings = app / "pyproject.toml"
+    settings.write_text(settings.read_text().replace("lean.client_app:app", "lean.tables:app"))
+    (app / "lean" / "tables.py").write_text(TABLES)
+    good = [f"{n}.5,{n % 5},{n % 7},1.5,{'abc'[n % 3]}\n" for n in range(40)]
+    tables = [tmp_path / f"site{number}.csv" for number in range(3)]
+    for table in tables:
+        table.write_text("".join(["age,weight,pulse,dose,died\n", *good]))
+    encoding = from_table(tables[0], "died").encoding
+    (app / "lean" / "encoding.json").write_text(encoding.to_json())
+    with tables[2].open("a") as file:
+        file.write("61,70,80,1,Quibbleworth,carcinoma\n")
+    runs = [RunFolder(tmp_path / name) for name in ("plain", "secure")]
+    with federation(tmp_path / "f", 3, tls=True, data=tables) as nodes:
+        for run in runs:
+            settings = {"folder": str(run.path), "rounds": 1, "secure": run.path.name == "secure"}
+            settings |= {"method": "fedavg", "min-nodes": 2, "timeout": 200.0}
+            finished(run, nodes.run(app, settings), nodes)
+        log = nodes.log("node2")
+        written = [*runs[0].path.rglob("*"), *runs[1].path.rglob("*")]
+        written += [nodes.folder / f"{name}.log" for name in ("run", "superlink")]
+        written += nodes.folder.glob("superlink.db*")
+    server = b"".join(path.read_bytes() for path in written if path.is_file())
+    assert "Quibbleworth,carcinoma" in log and str(tables[2]) in log
+    assert b"site2.csv: row 40 (counted from 0) has 6 values" in server
+    for leaked in (b"Quibbleworth", b"carcinoma", str(tables[2]).encode()):
+        assert leaked not in server
+    assert [run.read_summary()["status"] for run in runs] == ["finished", "finished"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from fedbasin.deploy import FedbasinStrategy, Guard, Handling, ServerSide, clien
 from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.evaluation import evaluations, mean_of
 from fedbasin.deploy.mail import Mailbox
+from fedbasin.deploy.merge import NothingMerged
 from fedbasin.deploy.replies import guarded
 from fedbasin.deploy.wire import Refused, write_tree
 from fedbasin.local.train import Shard
@@ -88,8 +90,10 @@ def run(
     rounds=2,
     prepare=None,
     dtype=torch.float64,
+    fails="",
     **settings,
 ):
+    """Run a federation; with `fails` it is one that merges nothing, and says so in these words."""
     method = parse(expression, "method")
     federation = toy_federation(
         method, rounds=rounds, participation="fraction(rate=1.0)", dtype=dtype
@@ -99,7 +103,8 @@ def run(
     if prepare is not None:
         prepare(grid)
     arrays = ArrayRecord(federation.net.state_dict(*federation.net.initial()))
-    strategy.start(grid, arrays, num_rounds=rounds, timeout=0.5)
+    with pytest.raises(NothingMerged, match=fails) if fails else nullcontext():
+        strategy.start(grid, arrays, num_rounds=rounds, timeout=0.5)
     return strategy
 
 
@@ -303,7 +308,7 @@ def test_a_late_reply_is_refused_in_the_next_round():
 
 
 def test_a_round_whose_replies_weigh_nothing_changes_nothing():
-    strategy = run(tamper=lambda c, r: [changed(r, num_examples=0)])
+    strategy = run(tamper=lambda c, r: [changed(r, num_examples=0)], fails="no reply of 2 rounds")
     start = toy_federation(parse("fedavg", "method")).net.initial()[0]
     assert torch.equal(strategy._server.send, start)
     assert [r.replies for r in strategy.journal.records] == [6, 6]

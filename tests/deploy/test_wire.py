@@ -42,6 +42,9 @@ class Pair(NamedTuple):
     inner: tuple = (torch.ones(2, dtype=torch.float64), "text", 0.5, True)
 
 
+FORTRAN = Array(np.asfortranarray(np.ones((2, 3)))).data
+
+
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
@@ -55,9 +58,10 @@ def record(module: nn.Module, **changed: np.ndarray) -> ArrayRecord:
 @given(
     st.sampled_from([np.float32, np.float64, np.int64, np.uint8, np.bool_]),
     st.lists(st.integers(0, 4), max_size=3),
+    st.sampled_from("CF"),
 )
-def test_arrays_read_back_as_numpy_reads_them(dtype, shape):
-    values = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+def test_arrays_read_back_as_numpy_reads_them(dtype, shape, order):
+    values = np.arange(math.prod(shape)).reshape(shape).astype(dtype, order=order)
     found = read_array(Array(values))
     assert found.dtype == values.dtype and found.shape == values.shape
     assert np.array_equal(found, Array(values).numpy())
@@ -74,7 +78,13 @@ def test_arrays_read_back_as_numpy_reads_them(dtype, shape):
         (Array(np.array(["a"])), "not accepted"),
         (Array(np.ones(2, dtype=">f4")), "not accepted"),
         (Array(np.ones(2, dtype=np.complex64)), "not accepted"),
-        (Array(np.asfortranarray(np.ones((2, 3)))), "not accepted"),
+        (Array("float64", (2, 3), "numpy.ndarray", FORTRAN[:-8]), "does not fill"),
+        (Array("float64", (2, 3), "numpy.ndarray", FORTRAN + b"!"), "does not fill"),
+        (Array("float64", (2, 3), "numpy.ndarray", FORTRAN.replace(b"(2, 3)", b"(-2,3)")), "below"),
+        (
+            Array("float64", (2, 3), "numpy.ndarray", FORTRAN.replace(b"<f8", b"|O8")),
+            "not accepted",
+        ),
     ],
 )
 def test_arrays_that_are_not_plain_are_refused(array, words):

@@ -8,7 +8,7 @@ import pytest
 import fedbasin as fb
 from fedbasin.core.method import Sampling
 from fedbasin.experiment import from_mapping, run
-from fedbasin.experiment.privacy import calibrated, calibrated_methods
+from fedbasin.experiment.privacy import calibrated, calibrated_methods, guarantee_text
 from fedbasin.methods.parts import accounting
 
 needs_accountant = pytest.mark.skipif(
@@ -91,6 +91,28 @@ def test_every_private_method_of_a_comparison_gets_its_noise(tmp_path):
 def test_one_run_from_python_costs_what_was_asked_for(tmp_path):
     found = fb.run(experiment(), tmp_path / "run", epsilon=2.0, delta=1e-3)
     assert found.records[-1].notes["epsilon"] == pytest.approx(2.0, rel=2e-3)
+
+
+@needs_accountant
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_the_summary_and_the_command_line_say_which_accountant_spoke(accountant, tmp_path):
+    source = f"wima(dp({UNIFORM}, accountant='{accountant}'))"
+    found = fb.run(experiment(source), tmp_path / "run", epsilon=2.0, delta=1e-3)
+    assert (found.summary["accountant"], found.summary["delta"]) == (accountant, 1e-3)
+    drawn = Sampling("poisson", 6.0, 30)
+    noise = found.summary["method"].split("noise=")[1].split(",")[0].rstrip(")")
+    said = accounting.epsilon(float(noise), 3, 1e-3, drawn, accountant)
+    assert found.records[-1].notes["epsilon"] == said == pytest.approx(2.0, rel=2e-3)
+    assert (
+        guarantee_text([source, "fedavg"])
+        == f"epsilon by the accountant {accountant} at delta 1e-05"
+    )
+
+
+def test_without_a_guarantee_the_summary_names_no_accountant(tmp_path):
+    for method in ("fedavg", f"dp({UNIFORM}, noise=0.0)"):
+        found = fb.run(experiment(method, rounds=1), tmp_path / fb.text(fb.parse(method))[:4])
+        assert "accountant" not in found.summary
 
 
 def test_a_comparison_without_private_methods_has_no_epsilon():

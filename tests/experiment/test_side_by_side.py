@@ -226,5 +226,5 @@ def test_processes_of_a_command_that_is_ended_leave_no_warning_of_semaphores(tmp
     )
     process.stdout.readline()
     process.terminate()
-    _, said = process.communicate(timeout=60)  # until the tracker of semaphores has ended, too
+    _, said = process.communicate()  # until the tracker of semaphores has ended, too
     assert said == b""

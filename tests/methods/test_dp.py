@@ -20,6 +20,7 @@ from fedbasin.core.rng import root
 from fedbasin.core.rule import Setting
 from fedbasin.core.vectors import Layout
 from fedbasin.local.privacy import (
+    LARGEST_NORMAL,
     ClipAndNoise,
     ClipUpdate,
     LocalDP,
@@ -184,6 +185,16 @@ def test_the_clip_moves_to_the_quantile():
     assert float(step(replace(method, clip=100.0), d, sampling=sampling)[1].own.clip) < 100
 
 
+@pytest.mark.parametrize("count", [0, 3, 30])
+def test_the_short_updates_are_counted_from_the_middle_of_the_expected_cohort(count):
+    """b = 1/2 + (sum of 1[short] - 1/2) / M: a client moves it by 1 / 2M, whoever else is there."""
+    d = np.eye(30)[:count] * np.where(np.arange(count) % 3, 0.5, 2.0)[:, None]
+    lengths = np.linalg.norm(d, axis=1)
+    _, state = step(DP(noise=0.0, adaptive=True, quantile=0.3), np.zeros((count, 30)) + d)
+    b = 0.5 + ((lengths <= 1) - 0.5).sum() / 50
+    assert float(state.own.clip) == pytest.approx(math.exp(-0.2 * (b - 0.3)), rel=1e-12)
+
+
 @pytest.mark.parametrize("card", cards("method"), ids=lambda card: card.name)
 def test_methods_of_the_uniform_mean_are_taken_and_others_refused_with_the_reason(card):
     method = card.make()
@@ -209,6 +220,7 @@ def test_methods_of_the_uniform_mean_are_taken_and_others_refused_with_the_reaso
         ({"noise": -1.0}, "noise"),
         ({"quantile": 1.0}, "quantile"),
         ({"delta": 0.0}, "delta"),
+        ({"accountant": "gdp"}, "write 'rdp' or 'pld'"),
         ({"clip": math.inf}, "bounds nothing"),
         ({"adaptive": True, "noise_by": "clients"}, "single updates"),
     ],
@@ -335,6 +347,12 @@ def test_real_clients_add_the_noise_that_the_rule_would():
     assert not secret_noise(vector, quiet, ((), (), sent, sent)).any()
 
 
+def test_no_secret_number_is_larger_than_the_largest(monkeypatch):
+    """Words of secure aggregation count on it. The smallest word gives the longest radius."""
+    monkeypatch.setattr("os.urandom", bytes)
+    assert float(secret_normal(2).abs().max()) == pytest.approx(LARGEST_NORMAL, rel=1e-12)
+
+
 def test_secret_numbers_are_normal():
     from scipy import stats
 
@@ -372,6 +390,33 @@ def test_cohorts_of_fixed_size_cost_what_replacing_a_client_does():
 
 
 @needs_accountant
+@pytest.mark.parametrize(
+    ("cohort", "clients", "z", "rounds", "delta", "recorded", "held"),
+    [
+        (50, 1000, 1.0, 80, 1e-5, 3.74, 4.30),
+        (20, 1000, 1.5, 500, 1e-4, 1.29, 3.27),
+        (20, 400, 1.0, 200, 1e-3, 3.75, 7.09),
+    ],
+)
+def test_what_an_adaptive_clip_cost_before_the_count_was_centred(
+    cohort, clients, z, rounds, delta, recorded, held
+):
+    """The changelog's numbers: a client moved the count by 1, of which s_b hides 1/2."""
+    sampling = Sampling("poisson", float(cohort), clients)
+    assert accounting.epsilon(z, rounds, delta, sampling) == pytest.approx(recorded, abs=0.006)
+    updates = DP(noise=z, adaptive=True)._update_noise(cohort)
+    effective = (updates**-2 + (cohort / 20) ** -2) ** -0.5
+    assert accounting.epsilon(effective, rounds, delta, sampling) == pytest.approx(held, abs=0.006)
+
+
+@needs_accountant
+def test_the_accountants_differ_by_as_much_as_the_page_says():
+    """docs/methods/trust.md, the last table's row with noise 1."""
+    assert accounting.epsilon(1.0, 80, 1e-5, POISSON) == pytest.approx(3.74, abs=0.005)
+    assert accounting.epsilon(1.0, 80, 1e-5, POISSON, "pld") == pytest.approx(3.20, abs=0.005)
+
+
+@needs_accountant
 def test_without_a_draw_rounds_add_up_to_one_gaussian():
     everyone = Sampling("other", 1000, 1000)
     once = accounting.epsilon(1.0, 1, 1e-5, everyone)
@@ -380,17 +425,61 @@ def test_without_a_draw_rounds_add_up_to_one_gaussian():
 
 
 @needs_accountant
-def test_epsilon_grows_with_rounds_and_rate_falls_with_noise_and_bounds_the_tighter_one():
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-    from dp_accounting.pld import PLDAccountant
-
+def test_epsilon_grows_with_rounds_and_rate_and_falls_with_noise():
     base = accounting.epsilon(1.0, 50, 1e-4, POISSON)
     assert accounting.epsilon(1.0, 51, 1e-4, POISSON) > base
     assert accounting.epsilon(1.1, 50, 1e-4, POISSON) < base
     assert accounting.epsilon(1.0, 50, 1e-4, Sampling("poisson", 60.0, 1000)) > base
-    tight = PLDAccountant()
-    tight.compose(PoissonSampledDpEvent(0.05, GaussianDpEvent(1.0)), 50)
-    assert 0.7 * base < tight.get_epsilon(1e-4) < base
+
+
+@needs_accountant
+@pytest.mark.parametrize("noise", [0.3, 1.0, 2.0])
+def test_loss_distributions_give_a_tighter_bound(noise):
+    """Against the package's own steps, which are ten times as fine at z = 1."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    fine = PLDAccountant()
+    fine.compose(PoissonSampledDpEvent(0.05, GaussianDpEvent(noise)), 50)
+    tight = accounting.epsilon(noise, 50, 1e-4, POISSON, "pld")
+    assert tight == pytest.approx(fine.get_epsilon(1e-4), rel=1e-3)
+    assert 0.4 < tight / accounting.epsilon(noise, 50, 1e-4, POISSON) < 0.95
+
+
+@needs_accountant
+def test_loss_distributions_of_one_gaussian_are_exact():
+    """Balle and Wang: delta = F(1/2z - epsilon z) - e^epsilon F(-1/2z - epsilon z)."""
+    from scipy.stats import norm
+
+    for z in (0.5, 2.0):
+        epsilon = accounting.epsilon(z, 1, 1e-3, Sampling("other", 20, 20), "pld")
+        first, second = norm.cdf(0.5 / z - epsilon * z), norm.cdf(-0.5 / z - epsilon * z)
+        assert first - math.exp(epsilon) * second == pytest.approx(1e-3, rel=0.02)
+
+
+@needs_accountant
+def test_less_noise_does_by_the_tighter_accountant():
+    wide = accounting.noise_for(4.0, 50, 1e-4, POISSON)
+    found = accounting.noise_for(4.0, 50, 1e-4, POISSON, "pld")
+    assert 0.7 * wide < found < 0.97 * wide
+    assert accounting.epsilon(found, 50, 1e-4, POISSON, "pld") == pytest.approx(4.0, rel=1e-3)
+
+
+@needs_accountant
+def test_cohorts_of_fixed_size_are_refused_by_the_accountant_that_does_not_know_them():
+    method = DP(accountant="pld")
+    with pytest.raises(ValueError, match="does not know cohorts of fixed size"):
+        toy_federation(method, participation="count(clients=3)").begin()
+    with pytest.raises(ValueError, match="write accountant='rdp'"):
+        accounting.noise_for(4.0, 5, 1e-3, Sampling("fixed", 3.0, 6), "pld")
+    for taken, who in (
+        (method, "poisson(rate=0.5)"),
+        (method, "fraction(rate=1.0)"),
+        (replace(method, noise_by="clients"), "count(clients=3)"),
+    ):
+        toy = toy_federation(taken, rounds=1, participation=who)
+        ((_, record),) = toy.rounds_from(*toy.begin())
+        assert record.notes["epsilon"] > 0
 
 
 @needs_accountant

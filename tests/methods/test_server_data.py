@@ -58,6 +58,7 @@ def numpy_descent(method, vector, gradient, rows, key):
                 size = np.sqrt(second / (1 - b2**count)) + 1e-8
                 vector = vector - lr * first / (1 - b1**count) / size
             else:
+                g = g + method.weight_decay * vector
                 velocity = method.betas[0] * velocity + g
                 vector = vector - lr * velocity
             every = getattr(method, "average_every", 0)
@@ -109,10 +110,15 @@ def case(method, seed=0):
     [
         ServerFT(epochs=5, lr=0.05),
         ServerFT(epochs=3, lr=0.1, optimiser="sgd", betas=(0.9, 0.999), batch=4),
+        ServerFT(epochs=3, lr=0.1, optimiser="sgd", batch=4, weight_decay=0.3),
         FedDF(epochs=6, lr=0.03, batch=6),
         FedDF(epochs=4, lr=0.3, optimiser="sgd", cosine=False, clip=0.01),
+        FedDF(
+            epochs=4, lr=0.3, optimiser="sgd", cosine=False, weight_decay=0.3, keep_momentum=True
+        ),
         FedDF(epochs=5, lr=0.02, betas=(0.5, 0.999), cosine=False, clip=0.0),
         FedBE(samples=0, epochs=4, lr=0.3),
+        FedBE(samples=0, epochs=4, lr=0.3, weight_decay=0.3),
         FedBE(samples=0, with_mean=False, mix="logits", temperature=2.0, epochs=3, lr=0.2),
         FedBE(samples=0, epochs=6, lr=0.3, average_from=2, average_every=3),
         FedBE(samples=2, scale=0.5, epochs=3, lr=0.3),
@@ -142,6 +148,55 @@ def test_each_refiner_equals_a_plain_numpy_server(method):
     expected = numpy_descent(method, mean, gradient, len(labels), key)
     np.testing.assert_allclose(served.send.numpy(), expected, rtol=1e-8, atol=1e-10)
     assert not np.allclose(expected, mean)
+
+
+CODED = {"optimiser": "sgd", "lr": 0.2, "betas": (0.9, 0.999), "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ServerFT(epochs=2, keep_momentum=True, **CODED),
+        FedDF(epochs=2, cosine=False, clip=0.0, keep_momentum=True, **CODED),
+        FedBE(samples=0, epochs=2, mix="logits", average_every=0, keep_momentum=True, **CODED),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_kept_momentum_is_one_optimiser_that_lives_through_the_run(method):
+    """torch's own SGD, made once, steps through two rounds; its model is set to each merged one."""
+    context, server, _, replies, *_ = case(method)
+    proxy = context.proxy
+    plain = replace(method, epochs=0)
+    leaf = torch.nn.Parameter(server.clone())
+    optimiser = torch.optim.SGD([leaf], lr=0.2, momentum=0.9, weight_decay=0.1)
+    state = method.init(server, context)
+    for number in range(2):
+        here = replace(context, round=number)
+        served, state = method.aggregate(state, server, replies, here)
+        merged, _ = plain.aggregate(plain.init(server, here), server, replies, here)
+        key = here.key.fold(type(method).__name__.lower())
+        loss = method.loss(server, merged, replies, here, key)
+        leaf.data.copy_(merged.send)
+        assert proxy.size <= method.batch  # all rows are one batch
+        for _ in range(2):
+            optimiser.zero_grad()
+            loss(leaf, torch.arange(proxy.size)).backward()
+            optimiser.step()
+        torch.testing.assert_close(served.send, leaf.data, rtol=1e-10, atol=1e-12)
+        server = served.send
+    anew, _ = replace(method, keep_momentum=False).aggregate(
+        replace(method, keep_momentum=False).init(server, context), server, replies, context
+    )
+    assert not torch.allclose(anew.send, method.aggregate(state, server, replies, context)[0].send)
+
+
+def test_what_is_of_sgd_is_refused_of_adam():
+    for name, value in (("weight_decay", 0.1), ("keep_momentum", True)):
+        for refiner in (FedDF, FedBE, ServerFT):
+            with pytest.raises(ValueError, match=f"{name} is of SGD: set optimiser='sgd'"):
+                refiner(optimiser="adam", **{name: value})
+    with pytest.raises(ValueError, match="weight_decay"):
+        ServerFT(optimiser="sgd", weight_decay=-0.1)
 
 
 def test_one_teacher_equal_to_the_student_has_loss_and_gradient_zero():
@@ -205,7 +260,7 @@ def test_the_best_model_on_rows_kept_aside_is_returned_and_they_are_never_traine
     proxy, trained = Recorder([]), []
     plain = Refinement("sgd", 0.1, (0.0, 0.9), epochs=40, batch=8, holdout=0.25)
     start = torch.zeros(1, dtype=torch.float64)
-    found = plain.run(start, towards_two(trained), proxy, root(0))
+    found, _ = plain.run(start, towards_two(trained), proxy, root(0))
     path = [2 - 2 * 0.9**k for k in range(0, 81, 2)]  # two steps an epoch
     assert float(found) == pytest.approx(min(path, key=lambda v: (v - 1) ** 2))
     held = set(proxy.asked[0])
@@ -224,7 +279,7 @@ def test_rows_kept_aside_are_rounded_up_and_one_is_left_to_train_on(holdout, hel
 def test_patience_ends_the_descent():
     proxy, trained = Recorder([]), []
     short = Refinement("sgd", 0.1, (0.0, 0.9), epochs=40, batch=8, holdout=0.25, patience=3)
-    found = short.run(torch.zeros(1).double(), towards_two(trained), proxy, root(0))
+    found, _ = short.run(torch.zeros(1).double(), towards_two(trained), proxy, root(0))
     assert float(found) == pytest.approx(2 - 2 * 0.9**6)  # 0.937; after it 1.139, 1.303, ...
     assert len(proxy.asked) == 1 + 3 + 3
     assert len(trained) == 15 * 6
@@ -391,12 +446,14 @@ def test_draws_teach_and_the_target_is_sharpened():
         "wima(feddf(epochs=2), window=2)",
         "ima(serverft, window=2)",
         "serverft(fedfa)",
+        "serverft(optimiser='sgd', weight_decay=0.01, keep_momentum=True)",
+        "wima(feddf(epochs=2, optimiser='sgd', keep_momentum=True), window=2)",
         "feddf(creff(epochs=2, match=2), epochs=2)",
     ],
 )
 def test_refiners_compose_with_other_methods(text):
     method = parse(text, "method")
-    quick = ("differs", "cohort", "text")
+    quick = ("differs", "cohort", "text", "resume")
     check_method(method, [law for law in LAWS if any(word in law.__name__ for word in quick)])
 
 

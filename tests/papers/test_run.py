@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -20,11 +16,11 @@ from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import run
 from fedbasin.experiment.comparison import run_cell
 from fedbasin.experiment.runs import Branch
-from fedbasin.papers import cell_runs_of, load_table, reason, table_names
+from fedbasin.papers import cell_runs_of, load_table, table_names
 from fedbasin.papers.grid import runs_of
 from fedbasin.papers.results import append, read, result_of
 from fedbasin.papers.run import Grid, over
-from fedbasin.papers.tables import read_table, select
+from fedbasin.papers.tables import read_table
 
 TOML = """
 title = "a table"
@@ -273,28 +269,6 @@ def test_a_row_read_off_the_broadcast_model_is_its_method_without_wima(row, tmp_
     # In the first round the window holds one model, which is the broadcast one.
     plain, sent = (each[1:] for each in scores.values())
     assert plain == sent and len(plain) == 3
-
-
-def test_the_list_of_gpu_commands_names_cells_that_can_run(tmp_path):
-    script = Path(__file__).parents[2] / "benchmarks" / "evidence" / "papers_gpu.sh"
-    told = tmp_path / "commands.jsonl"
-    fake = tmp_path / "fedbasin"
-    fake.write_text(
-        f"#!{sys.executable}\nimport json, sys\n"
-        f"open({str(told)!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
-    )
-    fake.chmod(0o755)
-    parts = ["first", "why", "ima", "law", "wima", "wcm", "cda", "more"]
-    environment = {**os.environ, "FEDBASIN": str(fake)}
-    subprocess.run([script, "r.jsonl", *parts], env=environment, check=True, capture_output=True)
-    commands = [json.loads(line) for line in told.read_text().splitlines()]
-    assert len(commands) > 20
-    for _, _, name, *options in commands:
-        given = dict(zip(options[::2], options[1::2], strict=True))
-        table = load_table(name)
-        rows = select(table.rows, given.get("--rows", "*"), name)
-        columns = select(table.columns, given.get("--columns", "*"), name)
-        assert not any(reason(table, row, column) for row in rows for column in columns)
 
 
 def test_every_trial_changes_its_row_and_can_run():

@@ -284,10 +284,11 @@ def run(
         raise ValueError(f"two config files are given, {file} and {config}: leave one out")
     experiment = _settings(file or config, preset, named, _table(data, target, client, task))
     if epsilon is not None or delta is not None:
-        from fedbasin.experiment.privacy import calibrated
+        from fedbasin.experiment.privacy import calibrated, guarantee_text
 
         experiment = calibrated(experiment, epsilon, delta)
         console.print(Text(f"method = {experiment.method}"), soft_wrap=True)
+        console.print(Text(guarantee_text([experiment.method])), soft_wrap=True)
     from fedbasin.experiment.comparison import Cell, slug
 
     path = _folder(out) or _fresh(slug(experiment.resolved().method))
@@ -369,10 +370,11 @@ def compare(
         reach = _old_target(target, reach)
     base = _settings(config, preset, named, _table(data, target, client, task))
     if epsilon is not None or delta is not None:
-        from fedbasin.experiment.privacy import calibrated_methods
+        from fedbasin.experiment.privacy import calibrated_methods, guarantee_text
 
         methods = calibrated_methods(base, methods, epsilon, delta)
         console.print(Text("methods: " + ", ".join(methods)), soft_wrap=True)
+        console.print(Text(guarantee_text(methods)), soft_wrap=True)
     from fedbasin.experiment.comparison import cells
 
     path = _folder(out) or _fresh("compare")

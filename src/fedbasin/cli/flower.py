@@ -272,6 +272,12 @@ def _run(
         raise FederationError(
             f"the run did not finish; its log ends with\n{tail}\nall logs: {federation.folder}"
         )
+    summary = run.read_summary()
+    if summary["status"] == "failed":
+        raise FederationError(
+            f"the run failed: {summary['reason']}\nrecords: {run.path}\nall logs: "
+            f"{federation.folder}"
+        )
 
 
 def _flat(assignments: list[str] | None, seed: int | None) -> dict[str, Any]:

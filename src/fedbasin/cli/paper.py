@@ -153,11 +153,11 @@ def run(
     """
     from fedbasin.experiment.executors import pick_device
     from fedbasin.papers import load_table
-    from fedbasin.papers.grid import runs_of
+    from fedbasin.papers.grid import cells_asked, runs_of
     from fedbasin.papers.run import Grid as Runs
 
     table = load_table(name)
-    asked = _asked(table, rows, columns, trials)
+    asked = cells_asked(table, rows, columns, trials)
     numbers = list(dict.fromkeys(read_seeds(seeds))) if seeds else list(table.seeds)
     cell_runs, reasons = runs_of(table, asked, numbers, share=rounds, device=device)
     for why, cells in reasons.items():
@@ -327,23 +327,6 @@ def _picked(table: Table, rows: str, columns: str) -> tuple[list[Axis], list[Axi
     from fedbasin.papers.tables import select
 
     return select(table.rows, rows, "--rows"), select(table.columns, columns, "--columns")
-
-
-def _asked(table: Table, rows: str, columns: str, trials: str | None) -> list[tuple[Axis, Axis]]:
-    """Return the cells that a command names."""
-    from fedbasin.papers.tables import select
-
-    picked_rows, picked_columns = _picked(table, rows, columns)
-    if trials is None:
-        return [(row, column) for column in picked_columns for row in picked_rows]
-    if rows != "*":
-        raise ValueError("--rows and --trials: give one of them")
-    cells = table.trial_cells()
-    if not cells:
-        raise ValueError(f"{table.name} has no trials")
-    by_name = {row.name: row for row, _ in cells}
-    names = {row.name for row in select(tuple(by_name.values()), trials, "--trials")}
-    return [(row, col) for row, col in cells if row.name in names and col in picked_columns]
 
 
 def _print_beside(

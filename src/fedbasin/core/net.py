@@ -8,8 +8,10 @@ dropout from a key. Integer buffers are the module's own: they are never sent or
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ from fedbasin.core.randomness import (
     may_draw,
 )
 from fedbasin.core.vectors import Layout
+
+_log = logging.getLogger(__name__)
 
 _ACTIVATIONS = nn.ReLU.__module__  # where torch keeps its activation functions
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -88,9 +92,9 @@ class Net:
         self.mixed = mixed
         every = list(module.named_parameters(remove_duplicate=False))
         self._tied = len(every) > len(list(module.parameters()))  # looking for ties takes time
-        # oneDNN's convolutions and poolings are faster with the channels innermost
         convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
-        self._channels_last = convolves and self.device.type == "cpu"
+        self._arranges = convolves and self.device.type == "cpu"
+        self._order: torch.memory_format | None = None  # of images, known after a trial
         # a module may say that compiling does not pay; for recurrent layers it takes minutes
         self.compiles = bool(getattr(module, "compiles", True)) and not is_recurrent(module)
         # and that training several clients as one matrix does not
@@ -245,10 +249,35 @@ class Net:
         return logits
 
     def arranged(self, inputs: Tensor) -> Tensor:
-        """Return inputs in the memory order that the network runs fastest on; not for `vmap`."""
-        if not self._channels_last or inputs.dim() != 4:
+        """Return inputs in the memory order that the network runs fastest on; not for `vmap`.
+
+        On a CPU the convolutions and poolings of oneDNN are faster with the channels innermost. A
+        module that cannot take images so, because it calls `view`, gets them in the usual order.
+        """
+        if not self._arranges or inputs.dim() != 4:
             return inputs
-        return inputs.to(memory_format=torch.channels_last)
+        if self._order is None:
+            self._order = self._order_for(inputs[:2])
+        return _in_order(inputs, self._order or torch.channels_last)
+
+    def _order_for(self, images: Tensor) -> torch.memory_format | None:
+        """Return the order of memory that the module takes; None if it fails on both."""
+        if self._takes(_in_order(images, torch.channels_last)):
+            return torch.channels_last
+        if not self._takes(_in_order(images, torch.contiguous_format)):
+            return None  # the memory is not why it fails
+        _log_usual_order(type(self.module).__name__)
+        return torch.contiguous_format
+
+    @torch.no_grad()
+    def _takes(self, images: Tensor) -> bool:
+        """Whether the module scores and trains on images as they lie in memory."""
+        try:
+            for training in (False, True):
+                self(self._initial, images, training=training)
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return False
+        return True
 
     @property
     def has_features(self) -> bool:
@@ -292,6 +321,25 @@ def _copied(module: nn.Module) -> nn.Module:
                 "a copy of it would run the original's weights: define `forward` in the class"
             )
     return copy.deepcopy(module)
+
+
+def _in_order(images: Tensor, order: torch.memory_format) -> Tensor:
+    """Return images [B, C, H, W] in an order of memory, as a copy if they lie otherwise."""
+    if order == torch.channels_last:
+        return images.to(memory_format=order)
+    _, channels, height, width = images.shape
+    usual = (channels * height * width, height * width, width, 1)
+    # with one channel `contiguous` keeps strides that convolutions take for channels innermost
+    return images if images.stride() == usual else images.clone(memory_format=order)
+
+
+@cache  # once a process: a client of a federation makes its network anew for each message
+def _log_usual_order(network: str) -> None:
+    _log.warning(
+        "%s cannot take images with the channels innermost in memory, as `view` cannot: it gets "
+        "them in the usual order, which is slower on a CPU. `flatten` or `reshape` takes both.",
+        network,
+    )
 
 
 def _same_rows(few: Tensor, more: Tensor) -> bool:

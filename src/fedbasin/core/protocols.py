@@ -50,6 +50,10 @@ class Private:
     What is around it must not look at the replies: `check_private` refuses such wrappers.
     """
 
+    def guarantee(self) -> dict[str, Any]:
+        """Return what a run's summary says of the guarantee; its size is in every record."""
+        return {}
+
 
 class StartsLate(ABC):
     """A method that equals a plainer one in its first rounds."""
@@ -82,6 +86,14 @@ def merge_statistics(method: Method, before: Tensor, replies: Replies, context: 
 def is_private(method: Method) -> bool:
     """Whether the method, or one inside its wrappers, makes the cohort's update private."""
     return any(isinstance(layer, Private) for layer in _layers(method))
+
+
+def guarantee_of(method: Method) -> dict[str, Any]:
+    """Return what a run's summary says of what a private method guarantees."""
+    for layer in _layers(method):
+        if isinstance(layer, Private):
+            return layer.guarantee()
+    return {}
 
 
 def check_private(method: Method, statistics: bool) -> None:

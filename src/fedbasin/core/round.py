@@ -407,7 +407,8 @@ def summary_of(
         records: all its rounds.
         seconds: how long it took, over all its starts.
         headline: the metric that it is judged by.
-        status: ``"finished"``, ``"paused"``, ``"stopped"`` or ``"diverged"``.
+        status: ``"finished"``, ``"paused"``, ``"stopped"``, ``"diverged"``, or, of a federation,
+            ``"failed"``.
         reason: why it did not finish.
     """
     return {

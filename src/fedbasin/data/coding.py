@@ -70,9 +70,11 @@ def coded_as(
     for code, name in enumerate(own.names):
         if name not in number:
             row = int((own.codes == code).argmax())
+            where = f"{what}, {place(row)}"
             raise DataError(
-                f"{what}, {place(row)}: the class {name!r:.40} is not among the classes; "
-                f"{nearest(name, list(names)[:20])}"
+                f"{where}: the class {name!r:.40} is not among the classes; "
+                f"{nearest(name, list(names)[:20])}",
+                f"{where}: the class is not among the classes: correct it, or remove the row",
             )
     table = np.array([number[name] for name in own.names], dtype=np.int64)
     return table[own.codes]

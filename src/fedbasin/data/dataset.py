@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from fedbasin.core.errors import TwoTextError
+
 if TYPE_CHECKING:
     from fedbasin.data.encoding import Encoding
 
@@ -21,8 +23,22 @@ _FLOATS = (np.float16, np.float32, np.float64)
 _CHECKED_AT_ONCE = 1 << 22  # numbers: looking for NaN takes little memory beside the data
 
 
-class DataError(RuntimeError):
-    """Data that is missing, altered, unreadable or not what it should be, and what to do."""
+class DataError(TwoTextError, RuntimeError):
+    """Data that is missing, altered, unreadable or not what it should be, and what to do.
+
+    A bare text names files without their folders, columns that the caller or an encoding named,
+    rows by number, the kind of fault, and what to do. It names no value, no column that was read
+    from a file, no client and no picture.
+    """
+
+    def within(self, place: str, bare: str = "") -> DataError:
+        """Return the error with a place before both texts.
+
+        Args:
+            place: such as ``"client 3: "``.
+            bare: the place without what must not leave the machine, where it differs.
+        """
+        return DataError(f"{place}{self}", f"{bare or place}{self.bare}")
 
 
 @dataclass(frozen=True, eq=False)

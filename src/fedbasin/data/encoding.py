@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from fedbasin.core.reading import Reader
 from fedbasin.data.dataset import DataError
-from fedbasin.data.table import KIND_NAMES, ColumnKind, Table, open_table
+from fedbasin.data.table import KIND_NAMES, ColumnKind, Table, first_odd, open_table
 
 Categories = Literal["onehot", "index"]
 Missing = Literal["mean", "indicator", "refuse"]
@@ -206,16 +206,14 @@ class Encoding:
             table.check_name(column.name, "the encoding's column")
             kind = table.kind(column.name)
             if kind not in (*_FITTING[column.kind], "empty"):
-                wanted = KIND_NAMES[_FITTING[column.kind][0]]
-                raise DataError(
-                    f"column {column.name!r} holds {KIND_NAMES[kind]} and the encoding has "
-                    f"{wanted} there{_first_value(table, column.name)}: convert the column"
-                )
+                raise _other_kind(table, column, kind)
         known = {*(column.name for column in self.columns), *self.targets, *self.ignored}
         more = [name for name in table.names if name not in known and name != self.client]
         if more:
+            place = table.names.index(more[0]) + 1
             raise DataError(
-                f"column {more[0]!r} is not known to the encoding: remove it from the table"
+                f"column {more[0]!r} is not known to the encoding: remove it from the table",
+                f"column number {place} is not known to the encoding: remove it from the table",
             )
 
     def fill(
@@ -294,9 +292,10 @@ def known_numbers(table: Table, name: str) -> NDArray[Any]:
     infinite = np.isinf(values)
     if infinite.any():
         row = int(infinite.argmax())
+        where = f"column {name!r}, {table.place(row)}"
+        fix = "give a finite number, or none at all"
         raise DataError(
-            f"column {name!r}, {table.place(row)}: the value is {values[row]}: give a finite "
-            "number, or none at all"
+            f"{where}: the value is {values[row]}: {fix}", f"{where}: the value is infinite: {fix}"
         )
     return values
 
@@ -304,19 +303,23 @@ def known_numbers(table: Table, name: str) -> NDArray[Any]:
 def refuse_missing(table: Table, name: str, gone: NDArray[np.bool_]) -> None:
     """Refuse missing values, and name the first row that has one."""
     if gone.any():
-        raise DataError(
-            f"column {name!r}, {table.place(int(gone.argmax()))}: the value is missing "
-            f"({int(gone.sum()):,} such rows): fill it in, or set missing='mean' or 'indicator'"
-        )
+        missing = f"column {name!r}, {table.place(int(gone.argmax()))}: the value is missing"
+        fix = "fill it in, or set missing='mean' or 'indicator'"
+        count = f"({int(gone.sum()):,} such rows)"
+        raise DataError(f"{missing} {count}: {fix}", f"{missing}: {fix}")
 
 
-def _first_value(table: Table, name: str) -> str:
-    """Quote the first value of a column, for an error."""
-    column = table.column(name)
-    row = next((at for at, value in enumerate(column) if value.is_valid), None)
-    if row is None:
-        return ""
-    return f" ({table.place(row)} has {column[row].as_py()!r:.40})"
+def _other_kind(table: Table, column: Column, kind: ColumnKind) -> DataError:
+    """Return the error of a column that holds another kind of values than the encoding has."""
+    wanted = KIND_NAMES[_FITTING[column.kind][0]]
+    fault = f"column {column.name!r} holds {KIND_NAMES[kind]} and the encoding has {wanted} there"
+    fix = "correct the value, or convert the column"
+    values = table.column(column.name)
+    row = first_odd(values, flags=column.kind == "flag")
+    where = table.place(row)
+    return DataError(
+        f"{fault} ({where} has {values[row].as_py()!r:.40}): {fix}", f"{fault} ({where}): {fix}"
+    )
 
 
 def _names_of(column: Column, categories: Categories) -> tuple[str, ...]:

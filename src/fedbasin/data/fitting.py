@@ -17,10 +17,9 @@ from fedbasin.data.encoding import (
     known_numbers,
     refuse_missing,
 )
-from fedbasin.data.table import Table
+from fedbasin.data.table import NUMBER, Table, first_odd
 
 _DATE = r"^\s*(\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{4})([T ]\d{1,2}:\d{2}.*)?\s*$"
-_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 
 
 def fit_column(
@@ -76,12 +75,12 @@ def fit_column(
 def refuse_numbers_in_text(table: Table, name: str) -> None:
     """Refuse a column of text that is mostly numbers: some value was meant to be one."""
     column = table.column(name)
-    fits = pc.match_substring_regex(column, _NUMBER)
+    fits = pc.match_substring_regex(column, NUMBER)
     count = pc.sum(fits).as_py() or 0
     known = len(column) - column.null_count
     if not known / 2 < count < known:
         return
-    row = pc.index(fits, pa.scalar(False)).as_py()
+    row = first_odd(column)
     raise DataError(
         f"column {name!r}, {table.place(row)}: {column[row].as_py()!r:.60} is text in a column of "
         f"numbers ({count:,} of {known:,} values): correct it or leave it empty; for categories "

@@ -84,10 +84,8 @@ def plan(labels: Labels, clients: Coded | None, holdout: Holdout, what: str, pla
     is_test = _test_rows(labels, clients, holdout)
     for name, rows in (("training", ~is_test), ("test", is_test)):
         if not rows.any():
-            raise DataError(
-                f"of {len(rows)} rows none is left for the {name} set: give more rows, or another "
-                "share"
-            )
+            fault = f"none is left for the {name} set: give more rows, or another share"
+            raise DataError(f"of {len(rows)} rows {fault}", f"of the rows {fault}")
     if clients is not None:
         _check_clients(clients, is_test, holdout)
         clients = clients.first(~is_test)
@@ -124,9 +122,11 @@ def _latest(time: NDArray[Any], share: float) -> NDArray[np.bool_]:
     last_trained = np.sort(time)[len(time) - count - 1]
     later: NDArray[np.bool_] = time > last_trained
     if not later.any():
+        fix = "give a larger share, or test_by='rows'"
         raise DataError(
             f"the latest {count:,} rows have one time, {last_trained}, that training rows have "
-            "too: give a larger share, or test_by='rows'"
+            f"too: {fix}",
+            f"the latest rows have one time, that training rows have too: {fix}",
         )
     return later
 

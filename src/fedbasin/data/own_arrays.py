@@ -196,9 +196,11 @@ def _refuse_gaps(array: NDArray[Any], what: str) -> None:
             row, *column = (int(axis[0]) for axis in np.nonzero(bad))
             value = array[first + row][tuple(column)]
             where = column[0] if len(column) == 1 else column
+            place = f"{_place(first + row)}, column {where}"
+            fix = "fill in a number below the type's largest, or remove the row"
             raise DataError(
-                f"{what} holds {value} in {_place(first + row)}, column {where}: fill in a number "
-                "below the type's largest, or remove the row"
+                f"{what} holds {value} in {place}: {fix}",
+                f"{what} is not finite in {place}: {fix}",
             )
 
 
@@ -260,11 +262,10 @@ def _column(array: NDArray[Any], what: str) -> pa.ChunkedArray:
         ) from error
     known = ~missing_rows(column)
     if not known.all():
-        row = int((~known).argmax())
-        raise DataError(
-            f"{what}, {_place(row)}: the value is missing ({int((~known).sum()):,} such rows): "
-            "fill it in, or remove the row"
-        )
+        missing = f"{what}, {_place(int((~known).argmax()))}: the value is missing"
+        fix = "fill it in, or remove the row"
+        count = f"({int((~known).sum()):,} such rows)"
+        raise DataError(f"{missing} {count}: {fix}", f"{missing}: {fix}")
     return column
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -186,8 +187,14 @@ def from_clients(
     )
     if len(sites) < 2:
         raise DataError(f"there is one client ({', '.join(sites)}): a federation needs two")
-    share = check_share(test, test_by, True, bool(recipe.time))
-    known_text = () if encoding is None else encoding.text_columns
+    with _bare_by_class():  # texts name clients, who may be persons
+        return _of_sites(sites, recipe, test, name)
+
+
+def _of_sites(sites: Mapping[str, Any], recipe: _Recipe, test: Any, name: str) -> Dataset:
+    """Open the tables of all clients and make one dataset of them."""
+    share = check_share(test, recipe.test_by, True, bool(recipe.time))
+    known_text = () if recipe.encoding is None else recipe.encoding.text_columns
     tables = [_site(key, source, known_text) for key, source in sites.items()]
     owners = list(sites)
     trained = sum(len(table) for table in tables)
@@ -203,6 +210,15 @@ def from_clients(
         np.array([names.index(owner) for owner in owners]), [len(table) for table in tables]
     )
     return _made(joined(tables), recipe, share, is_test, Coded(names, codes), name)
+
+
+@contextmanager
+def _bare_by_class() -> Iterator[None]:
+    """Leave nothing but the class's name in the bare text of a `DataError`."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error)) from error
 
 
 def _site(key: str, source: Any, text: tuple[str, ...], before: str = "") -> Table:
@@ -302,7 +318,8 @@ def _rows_with_target(table: Table, recipe: _Recipe) -> NDArray[np.bool_] | None
     known = np.ones(len(table), dtype=np.bool_)
     for each in recipe.targets:
         if table.kind(each) == "empty":
-            raise DataError(f"target {each!r} has no values: name another column")
+            fault = f"target {each!r} has no values: name another column"
+            raise DataError(fault, fault)
         known &= ~missing_rows(table.column(each))
     gone = int((~known).sum())
     if not gone:
@@ -310,12 +327,12 @@ def _rows_with_target(table: Table, recipe: _Recipe) -> NDArray[np.bool_] | None
     if recipe.missing_target == "refuse":
         row = int((~known).argmax())
         names = ", ".join(map(repr, recipe.targets))
-        raise DataError(
-            f"target {names}, {table.place(row)}: the value is missing ({gone:,} such rows): fill "
-            "it in, or set missing_target='drop' to leave such rows out"
-        )
+        missing = f"target {names}, {table.place(row)}: the value is missing"
+        fix = "fill it in, or set missing_target='drop' to leave such rows out"
+        raise DataError(f"{missing} ({gone:,} such rows): {fix}", f"{missing}: {fix}")
     if not known.any():
-        raise DataError(f"no row has a target {recipe.targets[0]!r}: name another column")
+        fault = f"no row has a target {recipe.targets[0]!r}: name another column"
+        raise DataError(fault, fault)
     _log.warning("left out %d of %d rows, which have no target", gone, len(table))
     return known
 
@@ -344,26 +361,23 @@ def _labels(table: Table, recipe: _Recipe) -> Labels:
 def _clients(table: Table, name: str) -> Coded:
     """Number the clients that a column names."""
     if table.kind(name) not in ("text", "category", "whole", "flag", "number"):
-        raise DataError(
-            f"client {name!r} holds {KIND_NAMES[table.kind(name)]}: give names or whole numbers"
-        )
+        fault = f"client {name!r} holds {KIND_NAMES[table.kind(name)]}"
+        raise DataError(f"{fault}: give names or whole numbers", f"{fault}: give names")
     column = table.column(name)
     known = ~missing_rows(column)
     if not known.all():
-        row = int((~known).argmax())
-        raise DataError(
-            f"client {name!r}, {table.place(row)}: the value is missing ({int((~known).sum()):,} "
-            "such rows): fill in a name, or remove these rows"
-        )
+        missing = f"client {name!r}, {table.place(int((~known).argmax()))}: the value is missing"
+        fix = "fill in a name, or remove these rows"
+        count = f"({int((~known).sum()):,} such rows)"
+        raise DataError(f"{missing} {count}: {fix}", f"{missing}: {fix}")
     if table.kind(name) == "number":
         values = table.numbers(name)
         odd = values != np.floor(values)
         if odd.any():
             row = int(odd.argmax())
-            raise DataError(
-                f"client {name!r}, {table.place(row)}: {values[row]} is no whole number: name a "
-                "column of names or whole numbers"
-            )
+            where = f"client {name!r}, {table.place(row)}"
+            fault = "is no whole number: name a column of names or whole numbers"
+            raise DataError(f"{where}: {values[row]} {fault}", f"{where}: the value {fault}")
     return coded(column)
 
 
@@ -373,17 +387,19 @@ def _moments(table: Table, names: tuple[str, ...]) -> NDArray[np.int64]:
     for name in names:
         kind = table.kind(name)
         if kind not in ("date", "whole", "number"):
-            raise DataError(
+            fault = (
                 f"time {name!r} holds {KIND_NAMES[kind]}, whose order is not that of time: give "
                 "dates or numbers"
             )
+            raise DataError(fault, fault)
         column = table.column(name)
         known = ~missing_rows(column)
         if not known.all():
-            raise DataError(
+            fault = (
                 f"time {name!r}, {table.place(int((~known).argmax()))}: the value is missing: fill "
                 "it in, or remove the row"
             )
+            raise DataError(fault, fault)
         ranks = np.unique(_as_numbers(column), return_inverse=True)[1]
         # Ranks of pairs stay below the number of rows, so products fit in 64 bits.
         moments = np.unique(moments * (int(ranks.max()) + 1) + ranks, return_inverse=True)[1]
@@ -408,16 +424,17 @@ def _fitted(table: Table, recipe: _Recipe, chosen: Plan) -> Encoding:
     if not names:
         raise DataError("no column is left to learn from: drop fewer, or name features")
     columns: list[Column] = []
-    for name in names:
-        columns.append(
-            fit_column(
-                table,
-                name,
-                ~chosen.is_test,
-                missing=recipe.missing,
-                most_categories=recipe.most_categories,
+    with _bare_by_class():  # names that a file has, which may be values where it has no header
+        for name in names:
+            columns.append(
+                fit_column(
+                    table,
+                    name,
+                    ~chosen.is_test,
+                    missing=recipe.missing,
+                    most_categories=recipe.most_categories,
+                )
             )
-        )
     used = {*names, *recipe.targets, recipe.client}
     return Encoding(
         tuple(columns),

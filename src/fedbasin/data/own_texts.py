@@ -101,10 +101,9 @@ def tokens_of(
     result = np.full((len(texts), length), padding or 0, dtype=np.int32)
     for row, text in enumerate(texts):
         if not isinstance(text, str):
-            raise DataError(
-                f"texts, row {row} (counted from 0): {text!r:.40} is no text: fill in one, or "
-                "remove the row"
-            )
+            where = f"texts, row {row} (counted from 0)"
+            fault = "is no text: fill in one, or remove the row"
+            raise DataError(f"{where}: {text!r:.40} {fault}", f"{where}: a value {fault}")
         if hasattr(tokenizer, "pad_token_id"):
             answer = tokenizer(text, truncation=True, max_length=length)
         else:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv, parquet
 
@@ -36,6 +37,8 @@ KIND_NAMES: dict[ColumnKind, str] = {
 }
 _LARGEST_CSV = 2**31 - 2  # bytes; the reader counts a block in 32 bits
 _ROW = "row {} (counted from 0)"
+NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"  # text that stands for a number
+_FLAG = r"^\s*(?i:true|false|0|1)\s*$"
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +103,9 @@ class Table:
         for part in self.parts:
             if name not in part.schema.names:
                 where = f" in {part.label}" if part.label else ""
-                raise DataError(
-                    f"{role} {name!r} is no column{where}; {nearest(name, part.schema.names)}"
-                )
+                fault = f"{role} {name!r} is no column{where}"
+                hint = nearest(name, part.schema.names)
+                raise DataError(f"{fault}; {hint}", f"{fault}: name it in the header")
 
     def kind(self, name: str) -> ColumnKind:
         """Return what a column holds; parts that disagree are refused."""
@@ -119,7 +122,10 @@ class Table:
         if kinds == {"text", "category"}:
             return "category"
         said = " and ".join(f"{KIND_NAMES[kind]} in {label}" for kind, label in found.items())
-        raise DataError(f"column {name!r} holds {said}: make them alike")
+        raise DataError(
+            f"column {name!r} holds {said}: make them alike",
+            "a column holds other values in one part of the table than in another: make them alike",
+        )
 
     def column(self, name: str) -> pa.ChunkedArray:
         """Read a column, of one type for all parts: text and categories are strings."""
@@ -170,7 +176,7 @@ def open_table(source: Any, *, label: str = "", text: Iterable[str] = ()) -> Tab
     for part in parts:
         _check_part(part, table.names)
     if not len(table):
-        raise DataError(f"{label or 'the table'} has no rows: give some")
+        raise DataError(f"{label or 'the table'} has no rows: give some", "a table has no rows")
     return table
 
 
@@ -188,14 +194,23 @@ def _check_part(part: Part, names: list[str]) -> None:
     for name in part.schema.names:
         if name in seen:
             where = f"{part.label} has" if part.label else "there are"
-            raise DataError(f"{where} two columns named {name!r}: rename or remove one of them")
+            raise DataError(
+                f"{where} two columns named {name!r}: rename or remove one of them",
+                f"{where} two columns of one name: rename or remove one of them",
+            )
         seen.add(name)
     lacking = [name for name in names if name not in seen]
     if lacking:
-        raise DataError(f"{part.label} lacks the column {lacking[0]!r}, which other parts have")
+        raise DataError(
+            f"{part.label} lacks the column {lacking[0]!r}, which other parts have",
+            f"{part.label} lacks a column that other parts have",
+        )
     more = [name for name in part.schema.names if name not in names]
     if more:
-        raise DataError(f"{part.label} has a column {more[0]!r}, which other parts lack")
+        raise DataError(
+            f"{part.label} has a column {more[0]!r}, which other parts lack",
+            f"{part.label} has a column that other parts lack",
+        )
 
 
 def _kind_of(kind: pa.DataType) -> ColumnKind:
@@ -273,9 +288,12 @@ def _array(name: str, values: list[Any]) -> pa.Array:
         if row is None:
             reason = str(error).splitlines()[0]
             raise DataError(f"column {name!r} cannot be read ({reason})") from error
+        place = _ROW.format(row)
+        fix = "correct it, or leave it out as missing (None)"
+        fault = f"{values[row]!r:.40} is {kinds[row]} in a column of {usual}"
         raise DataError(
-            f"column {name!r}, {_ROW.format(row)}: {values[row]!r:.40} is {kinds[row]} in a column "
-            f"of {usual}: correct it, or leave it out as missing (None)"
+            f"column {name!r}, {place}: {fault}: {fix}",
+            f"{place}: a value is of another type than the rest of its column: {fix}",
         ) from error
 
 
@@ -295,16 +313,16 @@ def _files(path: Path, label: str, text: frozenset[str]) -> tuple[Part, ...]:
     if path.is_dir():
         files = sorted(each for each in path.glob("*.parquet") if each.name[0] not in "._")
         if not files:
-            raise DataError(f"the folder {path} holds no .parquet files: name a CSV file, or these")
+            raise _of_file(path, "is a folder without .parquet files: name a CSV file, or these")
         before = f"{label}, " if label else ""
         return tuple(_parquet(each, f"{before}{each.name}") for each in files)
     if not path.exists():
-        raise DataError(f"there is no file {path}: check the path")
+        raise DataError(f"there is no file {path}: check the path", f"there is no file {path.name}")
     if path.suffix.lower() in (".parquet", ".pq"):
         return (_parquet(path, label),)
     if path.suffix.lower() in (".csv", ".tsv"):
         return (_in_memory(_read_csv(path, text), label),)
-    raise DataError(f"{path} is no table that can be read: give .csv, .tsv or .parquet")
+    raise _of_file(path, "is no table that can be read: give .csv, .tsv or .parquet")
 
 
 def _parquet(path: Path, label: str) -> Part:
@@ -333,9 +351,7 @@ def _read_csv(path: Path, text: frozenset[str]) -> pa.Table:
     """Read a CSV file as one block, so that types are found from all rows and not the first."""
     size = path.stat().st_size
     if size > _LARGEST_CSV:
-        raise DataError(
-            f"{path} has {size / 1e9:.1f} GB, CSV files may have 2: write it as parquet"
-        )
+        raise _of_file(path, f"has {size / 1e9:.1f} GB, CSV files may have 2: write it as parquet")
     odd = []
 
     def refuse(row: Any) -> str:
@@ -358,16 +374,45 @@ def _read_csv(path: Path, text: frozenset[str]) -> pa.Table:
         if odd:
             # The parser counts lines from 1 and the header as one of them.
             place = _ROW.format(odd[0].number - 2) if odd[0].number else "a row"
+            fault = (
+                f"{place} has {odd[0].actual_columns} values and the header names "
+                f"{odd[0].expected_columns}"
+            )
+            fix = f"quote values that hold a {separator!r}"
             raise DataError(
-                f"{path}: {place} has {odd[0].actual_columns} values and the header names "
-                f"{odd[0].expected_columns}: {odd[0].text[:60]!r}; quote values that hold a "
-                f"{separator!r}"
+                f"{path}: {fault}: {odd[0].text[:60]!r}; {fix}", f"{path.name}: {fault}; {fix}"
             ) from error
         raise _unreadable(path, error) from error
     if table.num_columns == 1 and ";" in table.column_names[0]:
-        raise DataError(f"{path} separates columns by ';': write it with commas, or as parquet")
+        raise _of_file(path, "separates columns by ';': write it with commas, or as parquet")
     return table
 
 
+def first_odd(column: pa.ChunkedArray, *, flags: bool = False) -> int:
+    """Return the row of the first value that is text and stands for no number.
+
+    Where there is none, every value is of the wrong type: then it is the first row with a value.
+
+    Args:
+        column: with at least one value.
+        flags: whether values are to be true or false, in place of numbers.
+    """
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        fits = pc.match_substring_regex(column, _FLAG if flags else NUMBER)
+        row: int = pc.index(fits, pa.scalar(False)).as_py()
+        if row >= 0:
+            return row
+    first: int = pc.index(column.is_valid(), pa.scalar(True)).as_py()
+    return first
+
+
+def _of_file(path: Path, fault: str) -> DataError:
+    """Return the error of a file; its folder is for the full text alone."""
+    return DataError(f"{path} {fault}", f"{path.name} {fault}")
+
+
 def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read ({str(error).splitlines()[0]}): write it again")
+    return DataError(
+        f"{path} cannot be read ({str(error).splitlines()[0]}): write it again",
+        f"{path.name} cannot be read: write it again",
+    )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedbasin.data.coding import Coded, Place, coded, coded_as, distinct
 from fedbasin.data.dataset import DataError
+from fedbasin.data.table import first_odd
 
 MOST_WHOLE = 20  # values of a whole-number target that are still classes
 _MOST_CLASSES = 10_000
@@ -51,9 +52,8 @@ def labels_of(column: pa.ChunkedArray, classes: Classes, what: str, place: Place
     whole = pa.types.is_integer(column.type)
     flag = pa.types.is_boolean(column.type)
     if not text and not flag and not whole and not _is_float(column.type):
-        raise DataError(
-            f"{what} holds {column.type}, which cannot be predicted: turn it into numbers or text"
-        )
+        fix = "which cannot be predicted: turn it into numbers or text"
+        raise DataError(f"{what} holds {column.type}, {fix}", f"{what} holds values, {fix}")
     if classes is not None and not isinstance(classes, bool):
         names = tuple(str(name) for name in classes)
         if len(set(names)) < len(names) or not names:
@@ -63,13 +63,20 @@ def labels_of(column: pa.ChunkedArray, classes: Classes, what: str, place: Place
         classes = text or flag or (whole and distinct(column) <= MOST_WHOLE)
     if not classes:
         if text:
-            raise DataError(f"{what} holds text, and classes is False: give numbers")
+            row = first_odd(column)
+            fault = f"{what} holds text, and classes is False"
+            where = place(row)
+            raise DataError(
+                f"{fault} ({where} has {column[row].as_py()!r:.40}): give numbers",
+                f"{fault} ({where}): give numbers",
+            )
         return Labels(_finite(column, what, place))
     found = coded(column)
     if len(found.names) > _MOST_CLASSES:
         raise DataError(
             f"{what} has {len(found.names):,} classes, such as {found.names[0]!r:.30}; the most is "
-            f"{_MOST_CLASSES:,}: name another target, or set classes=False for numbers"
+            f"{_MOST_CLASSES:,}: name another target, or set classes=False for numbers",
+            f"{what} has more than {_MOST_CLASSES:,} classes: name another target",
         )
     return Labels(found.codes, found.names)
 
@@ -81,9 +88,13 @@ def several_labels(columns: dict[str, pa.ChunkedArray], place: Place) -> Labels:
     for name, column in columns.items():
         flag = pa.types.is_boolean(column.type)
         if not flag and not pa.types.is_integer(column.type) and not _is_float(column.type):
+            row = first_odd(column)
+            fault = f"target {name!r} is one of several and holds"
+            where = place(row)
+            fix = "give numbers, or 0 and 1"
             raise DataError(
-                f"target {name!r} is one of several and holds {column.type}: give numbers, or 0 "
-                "and 1"
+                f"{fault} {column.type} ({where} has {column[row].as_py()!r:.40}): {fix}",
+                f"{fault} no numbers ({where}): {fix}",
             )
         values = _finite(column, f"target {name!r}", place)
         whole = not _is_float(column.type)
@@ -103,15 +114,19 @@ def only_trained(labels: Labels, is_test: NDArray[np.bool_], what: str, place: P
     alone = np.flatnonzero(ordered.codes >= count)
     if len(alone):
         row = int(alone[0])
+        where = f"{what}, {place(row)}"
+        name = ordered.names[ordered.codes[row]]
+        fix = "add training rows of it, remove these rows, or hold out other rows"
         raise DataError(
-            f"{what}, {place(row)}: the class {ordered.names[ordered.codes[row]]!r:.40} occurs in "
-            f"test rows only ({len(alone):,} rows here), so it cannot be learned: add training "
-            "rows of it, remove these rows, or hold out other rows"
+            f"{where}: the class {name!r:.40} occurs in test rows only ({len(alone):,} rows here), "
+            f"so it cannot be learned: {fix}",
+            f"{where}: the class occurs in test rows only, so it cannot be learned: {fix}",
         )
     if count < 2:
+        fix = "there is nothing to learn; name another target"
         raise DataError(
-            f"{what} has one class, {ordered.names[0]!r:.40}, in all training rows: there is "
-            "nothing to learn; name another target"
+            f"{what} has one class, {ordered.names[0]!r:.40}, in all training rows: {fix}",
+            f"{what} has one class in all training rows: {fix}",
         )
     return Labels(ordered.codes, ordered.names[:count])
 
@@ -127,9 +142,10 @@ def _finite(column: pa.ChunkedArray, what: str, place: Place) -> NDArray[np.floa
     bad = ~np.isfinite(numbers)
     if bad.any():
         row = int(bad.argmax())
+        where = f"{what}, {place(row)}"
+        fault = "is not finite as float32: give another, or remove the row"
         raise DataError(
-            f"{what}, {place(row)}: the value {column[row].as_py()!r} is not finite as float32: "
-            "give another, or remove the row"
+            f"{where}: the value {column[row].as_py()!r} {fault}", f"{where}: the value {fault}"
         )
     values: NDArray[np.float32] = numbers
     return values

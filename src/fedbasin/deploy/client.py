@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
+from fedbasin.core.errors import bare_text
 from fedbasin.core.evaluator import Evaluator
 from fedbasin.core.expressions import parse
 from fedbasin.core.method import Method, Plan
@@ -45,6 +47,11 @@ from fedbasin.local.train import Received, Shard, Transform, class_counts
 from fedbasin.models import number_sites
 from fedbasin.sim import Federation
 from fedbasin.sim.loop import client_key
+
+_log = logging.getLogger("flwr")
+
+
+Answer = Callable[["ClientSetup", RecordDict, Context], RecordDict]
 
 
 @dataclass(frozen=True)
@@ -238,21 +245,28 @@ def place(context: Context) -> tuple[int, int]:
 
 
 def app_of(setup: Callable[[Context], ClientSetup]) -> ClientApp:
-    """Make a ClientApp from a function that sets up one client."""
+    """Make a ClientApp from a function that sets up one client.
+
+    Whatever fails there, in `setup` too, is logged in full at the site. The server gets the error's
+    bare text (`fedbasin.core.errors`).
+    """
     app = ClientApp()
 
-    def train(message: Message, context: Context) -> Message:
-        return Message(_train(setup(context), message.content, context), reply_to=message)
+    def answering(answer: Answer) -> Callable[[Message, Context], Message]:
+        def handle(message: Message, context: Context) -> Message:
+            try:
+                return Message(answer(setup(context), message.content, context), reply_to=message)
+            except Exception as error:
+                _log.error("this client cannot answer", exc_info=error)
+                shown = bare_text(error)
+            # Outside of the handler: the log has the error already. Flower sends what is raised.
+            raise Refused(shown)
 
-    def evaluate(message: Message, context: Context) -> Message:
-        return Message(_evaluate(setup(context), message.content, context), reply_to=message)
+        return handle
 
-    def query(message: Message, context: Context) -> Message:
-        return Message(_query(setup(context), message.content, context), reply_to=message)
-
-    app.train()(train)
-    app.evaluate()(evaluate)
-    app.query()(query)
+    app.train()(answering(_train))
+    app.evaluate()(answering(_evaluate))
+    app.query()(answering(_query))
     return app
 
 

@@ -23,18 +23,33 @@ from fedbasin.deploy.bounds import MOST_CLIENTS, MOST_NUMBERS, MOST_ROWS, check_
 from fedbasin.deploy.frozen import FrozenParts
 from fedbasin.deploy.mail import GaveUp, Mailbox
 from fedbasin.deploy.seats import Seats
-from fedbasin.deploy.wire import Refused, fault, number, the_record
+from fedbasin.deploy.wire import Refused, fault, from_flower, number, the_record
 
 ASK = "fedbasin-ask"  # the key that says what a query is about
 _FIRST_PAUSE = 1.0  # seconds before an unidentified node is asked again; it doubles each time
 _LONGEST_PAUSE = 600.0  # the most seconds before it is asked again
 _MOST_REFUSALS = 10_000  # that are kept between two rounds
+_MOST_TOLD = 3  # reasons, and clients for each, that an error names
 _GRACE = 10.0  # seconds that a new node has beyond twice what the slowest answer took
 _log = logging.getLogger("flwr")
 
 
 class TooFewNodes(RuntimeError):
-    """A federation that still has too few nodes after waiting for them."""
+    """A federation that has too few nodes, or too few whose answers it can use."""
+
+
+def reasons_of(failed: Mapping[int, str]) -> str:
+    """Return which clients failed and why, in one line: the first few."""
+    by_reason: dict[str, list[str]] = {}
+    for client, why in sorted(failed.items()):
+        by_reason.setdefault(why, []).append(f"client {client}")
+    return _first([f"{_first(whose)}: {why}" for why, whose in by_reason.items()], "; ")
+
+
+def _first(told: Sequence[str], between: str = ", ") -> str:
+    """Return the first few of many, and how many there are beside them."""
+    more = len(told) - _MOST_TOLD
+    return between.join([*told[:_MOST_TOLD], *([f"{more} more"] if more > 0 else [])])
 
 
 @dataclass(frozen=True)
@@ -144,6 +159,10 @@ class Clients:
         else:
             self._silent.add(node)
 
+    def silent(self, node: int) -> bool:
+        """Whether a node left the last message unanswered, so that it may be asked again."""
+        return node in self._silent
+
     def stated(self, client: int) -> int | None:
         """Return how many rows a client stated; None if it stated none."""
         return None if self.anonymous else self._examples().get(client)
@@ -207,11 +226,15 @@ class Clients:
         whose = {node: client for client, node in nodes.items()}
         answers: dict[int, RecordDict] = {}
         failed = dict.fromkeys(nodes, "it was not reached")
+        self._silent.update(nodes.values())  # until they answer
         for reply in self.mail.replies(sent, timeout):
             if isinstance(reply, GaveUp):
+                self.heard(reply.node, answered=reply.unreadable)
                 failed[whose[reply.node]] = reply.reason
                 continue
-            client = whose[sent[reply.metadata.reply_to_message_id]]
+            node = sent[reply.metadata.reply_to_message_id]
+            client = whose[node]
+            self.heard(node, answered=not from_flower(reply))
             if reply.has_error():
                 failed[client] = fault(reply)
                 continue

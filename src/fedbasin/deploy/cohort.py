@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from fedbasin.core.method import Plan
 from fedbasin.core.round import Traffic
 from fedbasin.core.tree import tensors
 from fedbasin.deploy.audit import Refusal
-from fedbasin.deploy.clients import Clients, TooFewNodes
+from fedbasin.deploy.clients import Clients, TooFewNodes, reasons_of
 from fedbasin.deploy.mail import GaveUp
 from fedbasin.deploy.replies import Collected, Collector
 from fedbasin.deploy.wire import Refused, content_bytes, fault, from_flower, write_tree
@@ -120,7 +120,7 @@ class Cohort:
     bytes_down: int = 0
     refused: int = 0
     refusals: list[Refusal] = field(default_factory=list)
-    _failed: set[int] = field(default_factory=set)  # clients that are not asked again
+    _failed: dict[int, str] = field(default_factory=dict)  # clients not asked again, and why
     _sent: dict[str, int] = field(default_factory=dict)  # the node of each message
 
     def messages(self, chosen: Iterable[int]) -> list[Message]:
@@ -158,11 +158,10 @@ class Cohort:
             if missing <= 0:
                 return
             waited = time.monotonic() - began
-            if waited > self.timeout + self.patience:
-                raise TooFewNodes(
-                    f"round {self.round}: {self.least - missing} of {self.least} replies came in "
-                    f"{waited:.0f} s; start the run again when enough clients are connected"
-                )
+            nobody = self.hopeless(self.collector.clients)
+            if nobody or waited > self.timeout + self.patience:
+                usable = f"{self.least - missing} of {self.least} replies can be used"
+                raise self.too_few(usable, None if nobody else waited)
             if waited - said >= 10:
                 said = waited
                 _log.info(
@@ -224,7 +223,46 @@ class Cohort:
         """Count and log a reply that is not used. Its client is not asked again this round."""
         self._name(client, node, reason)
         if client is not None and client not in self.collector.clients:
-            self._failed.add(client)
+            self._failed[client] = reason
+
+    def hopeless(self, good: Collection[int]) -> bool:
+        """Whether waiting is of no use: all who were asked have answered, and nobody is left.
+
+        Clients that are not connected may still come. They are waited for if there is a good
+        answer: where all answers are refused, theirs would be refused, too.
+
+        Args:
+            good: clients whose answers were taken.
+        """
+        done = self._failed.keys() | set(good)
+        left = (self.asked.keys() | self.clients.online().keys()) - done
+        known = done | self.clients.online(empty=True).keys()
+        may_come = bool(good) and len(known) < self.clients.total
+        return bool(done) and not left and not may_come
+
+    def too_few(self, usable: str, waited: float | None) -> TooFewNodes:
+        """Return the error of a round that has too few good answers, with why others were refused.
+
+        Args:
+            usable: how many are good.
+            waited: seconds that others were waited for; None where nobody is left to ask.
+        """
+        why = self.reasons()
+        if waited is None:
+            why = why or "their reports are shaped differently"
+            return TooFewNodes(
+                f"round {self.round}: {usable}, and nobody is left to ask: {why}; correct this and "
+                "start the run again"
+            )
+        why = f" ({why})" if why else ""
+        return TooFewNodes(
+            f"round {self.round}: {usable} after {waited:.0f} s{why}; start the run again when "
+            "enough clients are connected"
+        )
+
+    def reasons(self) -> str:
+        """Return who was refused in this round and why: the first few, in one line."""
+        return reasons_of(self._failed)
 
     def _outvote(self, *, last: bool) -> None:
         """Reject reports unlike the majority's, at last also losses and reports far beyond."""
@@ -252,14 +290,15 @@ class Cohort:
 
     def _error(self, client: int | None, node: int, reply: Message) -> None:
         what = "\t> Received error in reply from node %d (client %s): %s"
-        _log.warning(what, node, client, fault(reply))
+        why = fault(reply)
+        _log.warning(what, node, client, why)
         if client is not None:
-            self._failed.add(client)
+            self._failed[client] = why
 
     def _again(self, missing: int) -> list[Message]:
         """Return messages to clients in place of those that did not answer."""
         online = self.clients.online()
-        done = self.collector.clients | self._failed
+        done = self.collector.clients | self._failed.keys()
         free = [c for c in online if c not in done]
         chosen = sorted(free, key=lambda client: (client not in self.asked, client))[:missing]
         if chosen:

@@ -25,6 +25,10 @@ _MOST_SUSPECTS = 64  # replies that are left out in turn to find the one that sp
 _log = logging.getLogger("flwr")
 
 
+class NothingMerged(RuntimeError):
+    """A run that learns nothing: its merges fail, or all of its replies are refused."""
+
+
 class Lenient:
     """The policy of a federation: if the merge fails, the server keeps its old model.
 
@@ -35,6 +39,7 @@ class Lenient:
 
     def __init__(self) -> None:
         self.blamed: list[tuple[int, str]] = []  # clients of this round that spoil the merge
+        self.failed = ""  # why the last merge that failed did
 
     def merge(self, server: Server, replies: Replies, attempt: Attempt) -> Merged | None:
         """Merge and check the result; None keeps the old model."""
@@ -46,6 +51,7 @@ class Lenient:
         except Exception as error:  # valid replies and reports can still make a method fail
             found = self._without_one(server, replies, attempt, error)
             if found is None:
+                self.failed = printable(f"{type(error).__name__}: {error}")
                 _log.exception(
                     "round %d: the merge is refused, the server keeps its model", server.round + 1
                 )

@@ -19,7 +19,6 @@ from flwr.app import Context
 
 from fedbasin.data import DataError, Dataset, Encoding, Rows, from_table
 from fedbasin.data.transform import Transform as DataTransform
-from fedbasin.deploy.wire import Refused
 from fedbasin.local.train import Shard, Transform
 from fedbasin.sim.population import as_tensor
 
@@ -61,14 +60,18 @@ class Held:
             transform = DataTransform.of(given)
             return cls(_shard(given.train), _shard(given.test), transform, len(given.classes))
         if not isinstance(given, tuple) or len(given) != 2:
-            raise Refused(
+            fault = (
                 f"client {client}: its data is {type(given).__name__}: give a fedbasin.data.Dataset"
                 ", arrays (x, y), or a Shard"
             )
+            raise DataError(fault, fault)
         try:
             rows = _rows(*given)
         except (TypeError, ValueError) as error:
-            raise Refused(f"client {client}: {error}") from error
+            raise DataError(
+                f"client {client}: {error}",
+                f"client {client}: its arrays (x, y) are not rows that a client can train on",
+            ) from error
         pixels = rows.inputs.dtype == np.uint8 and rows.inputs.ndim == 4
         if not pixels:
             return cls(_shard(rows), transform=DataTransform(kind="table"))
@@ -96,7 +99,7 @@ def held_by(data: Data, context: Context, client: int, clients: int) -> Held:
     try:
         given = call(context) if _takes_context(call) else call(client, clients)
     except DataError as error:
-        raise Refused(f"client {client}: {error}") from error
+        raise error.within(f"client {client}: ") from error
     return Held.of(given, client)
 
 
@@ -113,9 +116,10 @@ def node_table(context: Context, encoding: Encoding | Path | str, **settings: An
     """
     path = context.node_config.get(PATH)
     if not isinstance(path, str) or not path:
+        fix = f"start it with --node-config \"{PATH}='/srv/site-a.csv'\" beside its partition-id"
         raise DataError(
-            f"the node does not say where its table is ({PATH} is {path!r}): start it with "
-            f"--node-config \"{PATH}='/srv/site-a.csv'\" beside its partition-id"
+            f"the node does not say where its table is ({PATH} is {path!r}): {fix}",
+            f"the node does not say where its table is: {fix}",
         )
     return read_table(path, encoding, **settings)
 
@@ -135,8 +139,9 @@ def read_table(path: Path | str, encoding: Encoding | Path | str, **settings: An
     try:
         return from_table(path, target, encoding=encoding, **settings)
     except DataError as error:
-        told = "" if str(path) in str(error) else f"{path}: "
-        raise DataError(f"{told}{error}") from error
+        if str(path) in str(error):
+            raise
+        raise error.within(f"{path}: ", f"{Path(path).name}: ") from error
 
 
 def read_encoding(path: Path | str) -> Encoding:
@@ -144,12 +149,13 @@ def read_encoding(path: Path | str) -> Encoding:
     try:
         return Encoding.from_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
+        fix = "write one with dataset.encoding.to_json(), or take that of a run folder"
         raise DataError(
-            f"the encoding {path} cannot be read ({error.strerror}): write one with "
-            "dataset.encoding.to_json(), or take that of a run folder"
+            f"the encoding {path} cannot be read ({error.strerror}): {fix}",
+            f"the encoding {Path(path).name} cannot be read: {fix}",
         ) from error
     except (DataError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {error}") from error
+        raise DataError(f"{path}: {error}", f"{Path(path).name} is no encoding") from error
 
 
 def _takes_context(call: Callable[..., Any]) -> bool:

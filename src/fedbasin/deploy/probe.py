@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedbasin.core.method import Probe
 from fedbasin.deploy.bounds import MOST_NUMBERS
-from fedbasin.deploy.clients import ASK, Clients, TooFewNodes
+from fedbasin.deploy.clients import ASK, Clients, TooFewNodes, reasons_of
 from fedbasin.deploy.replies import FAR, Guard, clipped
 from fedbasin.deploy.wire import Refused, number, read_tree, the_record, write_tree
 
@@ -53,11 +53,11 @@ def gather_gradients(
             )
         if len(gradients) >= least:
             break
-        if time.monotonic() - began > timeout + clients.patience:
-            raise TooFewNodes(
-                f"{len(gradients)} of {least} clients sent a gradient; start the run again when "
-                "enough are connected"
-            )
+        nobody = not any(clients.silent(node) for node in left.values())
+        if nobody or time.monotonic() - began > timeout + clients.patience:
+            usable = f"{len(gradients)} of {least} clients sent a gradient"
+            wanted = "this is corrected" if nobody else "more of them answer"
+            raise TooFewNodes(f"{usable} ({reasons_of(failed)}); start again when {wanted}")
         time.sleep(1)
     for client, why in _far(gradients):
         del gradients[client]

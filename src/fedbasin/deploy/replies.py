@@ -82,6 +82,7 @@ class Collector:
         weight_key: the metric that holds a client's number of samples.
         rules: how many client rules must report; 0 takes replies of any Flower client.
         stream: the weighting to average by at once, or None to store every model.
+        losses: whether the method needs the clients' losses.
     """
 
     codec: Codec
@@ -90,6 +91,7 @@ class Collector:
     weight_key: str = "num-examples"
     rules: int = 0
     stream: Weighting | None = None
+    losses: bool = False
     bytes_up: int = 0
     _metadata: list[ReplyMetadata] = field(default_factory=list)
     _models: list[tuple[Tensor, Tensor, tuple[Any, ...]]] = field(default_factory=list)
@@ -267,6 +269,11 @@ class Collector:
         if own:
             key = "last-loss"
             last_loss = number(metrics, key)
+        if self.losses and math.isnan(last_loss):
+            raise Refused(
+                "it reports no train_loss, which the method needs: the client's MetricRecord must "
+                f"name its loss so; it has {', '.join(metrics)}"
+            )
         if abs(last_loss) > torch.finfo(self.codec.dtype).max:
             raise Refused(f"{key} is {last_loss}, beyond {self.codec.dtype}")
         known = rows if self.weight_key == "num-examples" else None

@@ -29,9 +29,9 @@ from fedbasin.core.record import (
     RunFolder,
     write_atomically,
 )
-from fedbasin.core.round import Server, summary_of
+from fedbasin.core.round import Server, merge_refused, summary_of
 from fedbasin.core.served import ClientTable
-from fedbasin.core.sink import Log
+from fedbasin.core.sink import Log, SinkError
 from fedbasin.core.state import load, read, save, write
 from fedbasin.core.tree import Leaf
 from fedbasin.deploy.audit import FILE, AuditedRound, AuditTrail
@@ -167,17 +167,23 @@ class Journal:
                 "%s was changed: %s; new lines are added at its end", self.audit.file, found.broken
             )
 
+    def add(self, record: RoundRecord, audited: AuditedRound) -> SinkError | None:
+        """Add a round without a checkpoint; return the error of a sink that failed."""
+        self.records.append(record)
+        if self.folder is None:
+            return None
+        self.audit.add(audited)  # first: what a checkpoint holds has its line
+        _log.info("\t├──> Audit trail after round %d: %s", record.round, self.audit.head)
+        self.folder.append(record)
+        return self.log.record(record)
+
     def append(
         self, record: RoundRecord, server: Server, audited: AuditedRound, *, last: bool
     ) -> bool:
         """Add a round; return whether a checkpoint was written."""
-        self.records.append(record)
+        failed = self.add(record, audited)
         if self.folder is None:
             return False
-        self.audit.add(audited)  # first: what a checkpoint holds has its line
-        _log.info("\t├──> Audit trail after round %d: %s", record.round, self.audit.head)
-        self.folder.append(record)
-        failed = self.log.record(record)
         due = last or record.round % self.settings.checkpoint_every == 0
         if not due and failed is None:
             return False
@@ -223,11 +229,12 @@ class Journal:
         """Return how long the federation has run, over all its starts."""
         return self._spent + time.monotonic() - self._began
 
-    def finish(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
+    def finish(self, named: Mapping[str, Tensor], failed: str | None = None) -> dict[str, Any]:
         """Write the scored model and the summary; return the summary.
 
         Args:
             named: the model under the network's own names.
+            failed: why the run failed. Its model is not written.
         """
         summary = {
             **self.settings.facts,
@@ -235,15 +242,17 @@ class Journal:
             "seed": self.seed,
             "executor": "flower",
         }
-        summary |= summary_of(self.records, self.seconds(), self._judged_by())
+        status = "finished" if failed is None else "failed"
+        summary |= summary_of(self.records, self.seconds(), self._judged_by(), status, failed)
         summary |= {
             "dropped": sum(record.dropped for record in self.records),
             "refused": dict(self.refused),
+            "merge_refused": sum(map(merge_refused, self.records)),
         }
         if self.folder is not None:
             summary["audit"] = self.audit.head
-        if self.folder is not None:
             self.folder.write_summary(summary)
+        if self.folder is not None and failed is None:
             write(self.folder.model, {n: t.cpu().contiguous().clone() for n, t in named.items()})
         self.log.finish(summary)
         return summary

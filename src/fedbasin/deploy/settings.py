@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import nn
 
 from fedbasin.core.evaluator import Evaluator
-from fedbasin.core.method import Context, Plan
+from fedbasin.core.method import Context, Plan, Proxy
 from fedbasin.core.metric import GroupMetric, metrics_of
 from fedbasin.core.net import Net
 from fedbasin.core.record import Headline
 from fedbasin.core.round import Statistics
 from fedbasin.core.task import CLASSIFICATION, Task
 from fedbasin.deploy.bounds import MOST_ROWS
+from fedbasin.deploy.own_rows import Held
 from fedbasin.deploy.replies import Guard
 from fedbasin.sim import Federation
 from fedbasin.sinks import Target
+
+Arrays: TypeAlias = tuple[Any, Any]  # inputs and targets, of NumPy or torch
+_ROWS = "arrays (x, y), or an Evaluator"
 
 
 @dataclass(frozen=True)
@@ -27,13 +33,15 @@ class ServerSide:
     """What the server has, and what it may know of the clients.
 
     Args:
-        net: the network, for methods that treat its head apart.
+        net: the network, a module or a `Net`: for methods that treat its head apart, and for
+            arrays in `proxy` or `evaluator`.
         schedule: the plan of each round; by default ``train_config["lr"]`` and one epoch.
         batch: the clients' batch size, for methods that ask for it.
-        proxy: labelled rows on the server, for methods that learn from them.
+        proxy: labelled rows on the server, for methods that learn from them: arrays ``(x, y)`` or
+            an `Evaluator`. Arrays become inputs of the network as a client's do in `client_app`.
         context: what else the method may know, as a simulation has it. Overrides `batch` and
             `proxy`.
-        evaluator: rows that the scored model is tested on after each round.
+        evaluator: rows that the scored model is tested on after each round, of the same kinds.
         statistics: what happens to BatchNorm statistics.
         counts: how class counts reach methods that need them: each client's in ``"plain"``, or
             their sum alone by way of encryption.
@@ -41,16 +49,75 @@ class ServerSide:
         task: what the network's outputs mean; the evaluator's by default, or classification.
     """
 
-    net: Net | None = None
+    net: Net | nn.Module | None = None
     schedule: Callable[[int], Plan] | None = None
     batch: int = 0
-    proxy: Evaluator | None = None
+    proxy: Proxy | Arrays | None = None
     context: Context | None = None
-    evaluator: Evaluator | None = None
+    evaluator: Evaluator | Arrays | None = None
     statistics: Statistics = field(default_factory=Statistics)
     counts: Literal["plain", "private"] = "plain"
     classes: int = 0
     task: Task | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what would fail in a round, where it would be taken for a fault of the replies."""
+        _check("net", self.net, (Net, nn.Module), "a torch module")
+        _check("context", self.context, Context, "a Context")
+        _check("statistics", self.statistics, Statistics, "Statistics('keep') or another policy")
+        _check("task", self.task, Task, "a task such as Binary()")
+        if self.schedule is not None and not callable(self.schedule):
+            raise _wrong("schedule", self.schedule, "a function of the round that returns a Plan")
+        if self.counts not in ("plain", "private"):
+            raise _wrong("counts", self.counts, "'plain' or 'private'")
+        if self.context is not None:
+            _check_proxy("context.proxy", self.context.proxy, "an Evaluator")
+        _ = (self.proxy_rows, self.test_rows)  # which check what they are made of
+
+    @cached_property
+    def network(self) -> Net | None:
+        """The network as a function of vectors, in the floating type of a module that was given."""
+        if not isinstance(self.net, nn.Module):
+            return self.net
+        types = [p.dtype for p in self.net.parameters() if p.is_floating_point()]
+        return Net(self.net, dtype=types[0] if types else torch.float32)
+
+    @cached_property
+    def proxy_rows(self) -> Proxy | None:
+        """The rows to learn from."""
+        if isinstance(self.proxy, tuple):
+            return self._evaluator("proxy", self.proxy)
+        _check_proxy("proxy", self.proxy, _ROWS)
+        return self.proxy
+
+    @cached_property
+    def test_rows(self) -> Evaluator | None:
+        """The rows to test on."""
+        if isinstance(self.evaluator, tuple):
+            return self._evaluator("evaluator", self.evaluator)
+        _check("evaluator", self.evaluator, Evaluator, _ROWS)
+        return self.evaluator
+
+    def _evaluator(self, name: str, arrays: Arrays) -> Evaluator:
+        """Return arrays as rows of the network, which must be able to take them."""
+        if len(arrays) != 2:
+            raise _wrong(name, arrays, _ROWS)
+        if self.network is None:
+            raise ValueError(f"ServerSide: {name} is arrays, and net is missing: give the module")
+        try:
+            held = Held.of(arrays, 0).on(self.network.device)
+            assert held.transform is not None  # that of arrays is known
+            transform = partial(held.transform, dtype=self.network.dtype)
+            task = self.task or CLASSIFICATION
+            rows = Evaluator(self.network, held.rows.inputs, held.rows.labels, transform, task)
+            rows.score(self.network.initial()[0])
+        except Exception as error:  # whatever a module raises on rows that do not fit it
+            why = str(error).removeprefix("client 0: ")
+            raise ValueError(
+                f"ServerSide: the network cannot score {name}=(x, y): {why}; give rows that fit "
+                "net and task"
+            ) from error
+        return rows
 
     @classmethod
     def of(
@@ -69,31 +136,56 @@ class ServerSide:
     @property
     def device(self) -> torch.device:
         """Where the server's models are."""
-        return torch.device("cpu") if self.net is None else self.net.device
+        return torch.device("cpu") if self.network is None else self.network.device
+
+    def check_type(self, arrays: torch.dtype) -> None:
+        """Refuse first arrays of another floating type than the network's."""
+        if self.network is not None and self.network.dtype != arrays:
+            raise ValueError(
+                f"initial_arrays are {arrays}, and ServerSide(net=...) runs in "
+                f"{self.network.dtype}: give both in one type"
+            )
 
     def known_classes(self) -> int:
         """Return the number of classes."""
-        if self.classes or self.evaluator is None:
+        if self.classes or self.test_rows is None:
             return self.classes
-        return self.evaluator.classes
+        return self.test_rows.classes
 
     def known_task(self) -> Task:
         """Return what the network's outputs mean."""
         if self.task is not None:
             return self.task
-        return CLASSIFICATION if self.evaluator is None else self.evaluator.task
+        return CLASSIFICATION if self.test_rows is None else self.test_rows.task
 
     def headline(self) -> Headline:
         """Return the metric that the run is judged by."""
-        return Headline() if self.evaluator is None else self.evaluator.headline
+        return Headline() if self.test_rows is None else self.test_rows.headline
 
     def client_headlines(self) -> list[Headline]:
         """Return the metrics that clients are scored by: those of the task."""
-        if self.evaluator is not None:
-            own = self.evaluator.metrics
+        if self.test_rows is not None:
+            own = self.test_rows.metrics
         else:
             own = tuple(m for m in metrics_of(self.known_task()) if m.scalar)
         return [metric.headline for metric in own if not isinstance(metric, GroupMetric)]
+
+
+def _check(name: str, value: object, kinds: Any, wanted: str) -> None:
+    """Refuse a value that is given and is of another kind."""
+    if value is not None and not isinstance(value, kinds):
+        raise _wrong(name, value, wanted)
+
+
+def _check_proxy(name: str, value: object, wanted: str) -> None:
+    """Refuse a value that is given and is not a `Proxy`."""
+    if value is not None and not all(hasattr(value, part) for part in ("size", "logits", "loss")):
+        raise _wrong(name, value, wanted)
+
+
+def _wrong(name: str, value: object, wanted: str) -> ValueError:
+    shown = repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    return ValueError(f"ServerSide: {name} is {shown[:100]}; give {wanted}")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.method import Context, Method, Plan, Sampling
 from fedbasin.core.metric import Metric
 from fedbasin.core.needs import check_network, check_task
-from fedbasin.core.protocols import check_private, is_private
+from fedbasin.core.protocols import check_private, guarantee_of, is_private
 from fedbasin.core.record import RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.round import (
@@ -40,7 +41,7 @@ from fedbasin.core.vectors import Weighting
 from fedbasin.deploy.audit import AuditedRound, MergedReply, Refusal
 from fedbasin.deploy.bounds import Bounds, reply_bytes
 from fedbasin.deploy.client_state import StatesOnClients
-from fedbasin.deploy.clients import Clients
+from fedbasin.deploy.clients import Clients, TooFewNodes
 from fedbasin.deploy.cohort import Cohort, content_of
 from fedbasin.deploy.evaluation import (
     bounded,
@@ -53,7 +54,7 @@ from fedbasin.deploy.evaluation import (
 )
 from fedbasin.deploy.frozen import FrozenParts
 from fedbasin.deploy.mail import GaveUp, Mailbox
-from fedbasin.deploy.merge import Lenient, gathered_of, merged_replies
+from fedbasin.deploy.merge import Lenient, NothingMerged, gathered_of, merged_replies
 from fedbasin.deploy.private import gather_private
 from fedbasin.deploy.probe import gather_gradients
 from fedbasin.deploy.replies import Collector
@@ -61,7 +62,7 @@ from fedbasin.deploy.resume import Journal
 from fedbasin.deploy.secure import Secure
 from fedbasin.deploy.secure.attempts import next_attempt
 from fedbasin.deploy.secure.cohort import MaskedCollector, SecureCohort
-from fedbasin.deploy.secure.fitness import check_cohorts, check_secure, session_of
+from fedbasin.deploy.secure.fitness import check_cohorts, check_noise, check_secure, session_of
 from fedbasin.deploy.secure.server import ServerProtocol
 from fedbasin.deploy.secure.update import size_of
 from fedbasin.deploy.settings import Handling, Records, ServerSide
@@ -69,6 +70,7 @@ from fedbasin.deploy.wire import Codec
 from fedbasin.sim.participation import draw_cohort, sampling_of
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+_MOST_FAILED = 10  # rounds running whose merges may fail before the run is stopped
 _STREAM_ABOVE = 256 << 20  # bytes of replies that are worth averaging as they arrive
 _log = logging.getLogger("flwr")
 
@@ -168,7 +170,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 "others', which no accounting allows; leave guard out (dp clips every update)"
             )
         headline = self.server_side.headline()
-        self.journal = Journal(records or Records(), str(self.method), seed, headline)
+        records = records or Records()
+        records = replace(records, facts={**records.facts, **guarantee_of(self.method)})
+        self.journal = Journal(records, str(self.method), seed, headline)
 
     def summary(self) -> None:
         """Log what the strategy is."""
@@ -207,33 +211,76 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         with self.journal.alone():
             self._begin(grid, initial_arrays, num_rounds, train)
             result = Result()
-            arrays = self._arrays(self._server.send)
-            result.arrays = self._scored(arrays)
-            if evaluate_fn is not None and self._server.round == 0:
-                first = evaluate_fn(0, result.arrays)
-                _log.info("Initial global evaluation results: %s", first)
-                if first is not None:
-                    result.evaluate_metrics_serverapp[0] = first
-            for now in range(self._server.round + 1, num_rounds + 1):
-                began = time.perf_counter()
-                _log.info("")
-                _log.info("[ROUND %s/%s]", now, num_rounds)
-                messages = list(self.configure_train(now, arrays, train, grid))
-                arrays, metrics = self.aggregate_train(now, self._cohort.replies(messages))
-                if metrics is not None:
-                    _log.info("\t└──> Aggregated MetricRecord: %s", metrics)
-                    result.train_metrics_clientapp[now] = metrics
-                result.arrays = self._scored(arrays)
-                record = self._examine(self._record, grid, evaluate, evaluate_fn, result)
-                record = replace(record, seconds=time.perf_counter() - began)
-                saved = self.journal.append(
-                    record, self._server, self._audited, last=now == num_rounds
-                )
-                # After a refused merge the old state needs its models.
-                if saved and not merge_refused(record):
-                    self.journal.sweep()
+            try:
+                self._run(grid, num_rounds, train, evaluate, evaluate_fn, result)
+            except (NothingMerged, TooFewNodes) as error:
+                self._finish(result, str(error))
+                raise
             self._finish(result)
             return result
+
+    def _run(
+        self,
+        grid: Grid,
+        rounds: int,
+        train: ConfigRecord,
+        evaluate: ConfigRecord,
+        evaluate_fn: EvaluateFn | None,
+        result: Result,
+    ) -> None:
+        """Run the rounds that are left, and fill in the result."""
+        arrays = self._arrays(self._server.send)
+        result.arrays = self._scored(arrays)
+        if evaluate_fn is not None and self._server.round == 0:
+            first = evaluate_fn(0, result.arrays)
+            _log.info("Initial global evaluation results: %s", first)
+            if first is not None:
+                result.evaluate_metrics_serverapp[0] = first
+        for now in range(self._server.round + 1, rounds + 1):
+            began = time.perf_counter()
+            _log.info("")
+            _log.info("[ROUND %s/%s]", now, rounds)
+            messages = list(self.configure_train(now, arrays, train, grid))
+            arrays, metrics = self.aggregate_train(now, self._cohort.replies(messages))
+            self._check_merged()
+            if metrics is not None:
+                _log.info("\t└──> Aggregated MetricRecord: %s", metrics)
+                result.train_metrics_clientapp[now] = metrics
+            result.arrays = self._scored(arrays)
+            record = self._examine(self._record, grid, evaluate, evaluate_fn, result)
+            record = replace(record, seconds=time.perf_counter() - began)
+            saved = self.journal.append(record, self._server, self._audited, last=now == rounds)
+            # After a refused merge the old state needs its models.
+            if saved and not merge_refused(record):
+                self.journal.sweep()
+        if self.journal.records and not self.journal.merged.any():
+            refused = [why for why, _ in self.journal.refused.most_common(3)]
+            raise NothingMerged(
+                f"no reply of {len(self.journal.records)} rounds was merged: "
+                f"{'; '.join(refused) or 'the log says why'}"
+            )
+
+    def _check_merged(self) -> None:
+        """Stop a run that learns nothing. Its last round is noted, and repeated after a restart.
+
+        It learns nothing if no round was ever merged and this one's merge fails or all of its
+        clients are refused, or if the merges of many rounds running fail.
+        """
+        round = self._record.round
+        learnt = bool(self.journal.merged.any())
+        running = [self._record, *reversed(self.journal.records)]
+        failed = sum(1 for _ in takewhile(merge_refused, running))
+        if failed and (not learnt or failed >= _MOST_FAILED):
+            why = f"the merge failed, for no single client's fault: {self._policy.failed}"
+        elif not learnt and self._cohort.hopeless(()):
+            why = f"all replies were refused: {self._cohort.reasons()}"
+        else:
+            return
+        before = f"{failed} rounds running" if learnt else "no round was merged before"
+        self.journal.add(self._record, self._audited)
+        raise NothingMerged(
+            f"round {round} ({before}): {why}; correct this and start the run again"
+        )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -277,6 +324,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 self.weighted_by_key,
                 len(self.method.rules()),
                 self._streams(len(request.cohort)),
+                "losses" in needs_of(self.method),
             )
             self._cohort = Cohort(collector=collector, **common)
         else:
@@ -454,15 +502,16 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
     ) -> None:
         """Wait for clients, set up the method, and restore a checkpoint if there is one."""
         here = self.server_side
-        self._codec = Codec.of(arrays, here.net)
+        self._codec = Codec.of(arrays, here.network)
+        here.check_type(self._codec.dtype)
         vector, buffers = (part.to(here.device) for part in self._codec.read(arrays))
         check_private(self.method, buffers.numel() > 0 and here.statistics.policy != "keep")
         known = here.context or Context(
-            self._codec.layout, 0, 0, self.key, batch=here.batch, proxy=here.proxy
+            self._codec.layout, 0, 0, self.key, batch=here.batch, proxy=here.proxy_rows
         )
         check_task(self.method, here.known_task())
-        if here.net is not None:
-            check_network(self.method, here.net, "the network of ServerSide(net=...)")
+        if here.network is not None:
+            check_network(self.method, here.network, "the network of ServerSide(net=...)")
         needs = needs_of(self.method)
         if "proxy" in needs and known.proxy is None:
             raise ValueError(
@@ -502,7 +551,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             sampling=self._sampling(self._clients.total) if self._private else known.sampling,
             real=True,
             archive=self.journal.open_archive(),
-            net=here.net,
+            net=here.network,
         )
         self._policy = Lenient()
         self._setup = RoundSetup(
@@ -511,10 +560,13 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             schedule=here.schedule or _constant(train_config),
             key=self.key,
             policy=self._policy,
-            scoring=Scoring(rounds, here.evaluator),
+            scoring=Scoring(rounds, here.test_rows),
             statistics=here.statistics,
         )
         fresh = Server(0, vector, vector, buffers, self.method.init(vector, self._context))
+        if self.secure is not None:
+            sent = self.method.broadcast(fresh.state, vector, self._context)
+            check_noise(self.secure, self.method.rules(), sent)
         self._server = self.journal.restored(fresh, self._clients.total)
         if self.secure is not None:
             folder = self.journal.folder
@@ -569,10 +621,12 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             else:
                 yield arrived
 
-    def _finish(self, result: Result) -> None:
-        summary = self.journal.finish(result.arrays.to_torch_state_dict())
+    def _finish(self, result: Result, failed: str | None = None) -> None:
+        summary = self.journal.finish(result.arrays.to_torch_state_dict(), failed)
         _log.info("")
-        _log.info("Strategy execution finished in %.2fs", summary["seconds"])
+        _log.info("Strategy execution %s in %.2fs", summary["status"], summary["seconds"])
+        if failed is not None:
+            _log.error("\t%s", failed)
         for reason, times in self.journal.refused.items():
             _log.info("\trefused %d times: %s", times, reason)
         for line in str(result).splitlines():

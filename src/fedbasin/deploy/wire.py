@@ -24,6 +24,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from scipy.linalg.blas import daxpy, saxpy
 from torch import Tensor
 
+from fedbasin.core.errors import TwoTextError
 from fedbasin.core.net import Net
 from fedbasin.core.tree import parts_of
 from fedbasin.core.vectors import Layout
@@ -40,11 +41,15 @@ _MOST_AXES = 32  # of an array
 _MOST = 2.0**53  # of anything counted: beyond, sums are no longer whole numbers, or overflow
 
 
-class Refused(ValueError):
-    """A message that must not be used, with the reason."""
+class Refused(TwoTextError, ValueError):
+    """A message that must not be used, with the reason.
+
+    The reason quotes messages and settings, never rows, so it is the bare text too.
+    """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(printable(reason))
+        shown = printable(reason)
+        super().__init__(shown, shown)
 
 
 def printable(text: str) -> str:
@@ -54,7 +59,7 @@ def printable(text: str) -> str:
 
 
 def read_array(array: Array) -> np.ndarray:
-    """Return an array as a read-only view of the received bytes."""
+    """Return an array as a read-only view of the received bytes, also in Fortran's order."""
     if array.stype != _NUMPY:
         raise Refused(f"an array is stored as {array.stype!r}, expected {_NUMPY!r}")
     head = io.BytesIO(array.data)
@@ -63,8 +68,8 @@ def read_array(array: Array) -> np.ndarray:
         read = np.lib.format.read_array_header_1_0 if first else _read_header_2_0
         shape, fortran, dtype = read(head)
         plain = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.isnative
-        if not plain or (fortran and len(shape) > 1):
-            raise Refused(f"type {dtype} or order Fortran is not accepted")
+        if not plain:
+            raise Refused(f"type {dtype} is not accepted")
         if len(shape) > _MOST_AXES or any(length < 0 for length in shape):
             raise Refused(f"its {len(shape)} axes are over {_MOST_AXES}, or one is below 0")
         size = math.prod(shape)
@@ -72,7 +77,8 @@ def read_array(array: Array) -> np.ndarray:
             raise Refused(f"shape {shape} does not fill its {len(array.data)} bytes")
         if not size:
             return np.zeros(shape, dtype)
-        return np.frombuffer(array.data, dtype, size, head.tell()).reshape(shape)
+        values = np.frombuffer(array.data, dtype, size, head.tell())
+        return values.reshape(shape, order="F" if fortran else "C")
     except Exception as error:  # NumPy's reader raises many kinds of errors on forged bytes
         raise Refused(f"an array cannot be read: {error}") from error
 
@@ -373,7 +379,7 @@ def content_bytes(content: RecordDict) -> int:
 
 def check_values(values: np.ndarray, name: str) -> None:
     """Refuse what is not finite, or would not be in a sum of squares, which many methods form."""
-    flat = values.reshape(-1)
+    flat = values.ravel(order="K")  # no copy, whatever the order
     with np.errstate(over="ignore", invalid="ignore"):
         if float(flat @ flat) <= LARGEST**2:  # the usual case, in one pass
             return

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fedbasin.core.expressions import parse
+from fedbasin.core.protocols import guarantee_of
 from fedbasin.experiment.config import Experiment
 from fedbasin.experiment.executors import pick_device
 
@@ -30,6 +32,7 @@ def facts(experiment: Experiment) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": dict(_versions()),
         "commit": _own_commit(),
+        **guarantee_of(parse(experiment.method, "method")),
     }
 
 

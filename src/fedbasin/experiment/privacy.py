@@ -36,7 +36,9 @@ def calibrated(experiment: Experiment, epsilon: float | None, delta: float | Non
     if epsilon is not None:
         if not epsilon > 0:
             raise ConfigError(f"epsilon must be above 0, got {epsilon:g}")
-        found = noise_for(epsilon, experiment.rounds, private.delta, _sampling(experiment, private))
+        drawn = private.seen(_drawn(experiment))
+        rounds = experiment.rounds
+        found = noise_for(epsilon, rounds, private.delta, drawn, private.accountant)
         private = replace(private, noise=float(np.ceil(1e4 * found) / 1e4))
     return replace(experiment, method=str(_with(method, private)))
 
@@ -66,7 +68,14 @@ def calibrated_methods(
     ]
 
 
-def _sampling(experiment: Experiment, private: DP) -> Sampling:
+def guarantee_text(methods: Sequence[str]) -> str:
+    """Say by which accountant, and at which delta, the epsilon of each private method holds."""
+    found = [_private(parse(method, "method")) for method in methods]
+    said = [f"{p.accountant} at delta {p.delta:g}" for p in found if p is not None]
+    return f"epsilon by the accountant {', '.join(dict.fromkeys(said))}"
+
+
+def _drawn(experiment: Experiment) -> Sampling:
     where = experiment.partition
     if not where.clients:
         raise ConfigError(
@@ -75,8 +84,7 @@ def _sampling(experiment: Experiment, private: DP) -> Sampling:
         )
     clients = where.clients - int(where.unseen * where.clients)
     participation = parse(experiment.sim.participation, "participation")
-    drawn = sampling_of(participation, np.arange(clients), root(experiment.seed))
-    return drawn if private.noise_by == "server" else drawn._replace(kind="other")
+    return sampling_of(participation, np.arange(clients), root(experiment.seed))
 
 
 def _private(method: Method) -> DP | None:

@@ -6,6 +6,7 @@ must draw noise that nobody can draw again: it trains by `without_noise` and add
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from fedbasin.core.rng import fold_in, normal
 from fedbasin.core.rule import Finish, LocalRule, LossInputs, Start
 
 _NOISE = 0x6E6F69  # what the step's randomness is folded with
+LARGEST_NORMAL = math.sqrt(-2 * math.log(2.0**-54))  # that `secret_normal` draws: 8.65
 
 
 class NoiseCarry(NamedTuple):
@@ -52,6 +54,10 @@ class AddsNoise(LocalRule, ABC):
     @abstractmethod
     def noise_std(self, shared: Any) -> float:
         """Return the noise's standard deviation, from what the server sent to the rule."""
+
+    @abstractmethod
+    def bound(self, shared: Any) -> float:
+        """Return the largest length of the update that gets the noise."""
 
     @abstractmethod
     def silenced(self) -> LocalRule:
@@ -134,6 +140,10 @@ class LocalDP(AddsNoise):
         """Return z S."""
         return self.noise * self.clip
 
+    def bound(self, shared: Any) -> float:
+        """Return S."""
+        return self.clip
+
     def silenced(self) -> LocalRule:
         """Clip alone."""
         return replace(self, noise=0.0)
@@ -173,6 +183,10 @@ class PrivateUpload(AddsNoise):
     def noise_std(self, shared: ClipAndNoise) -> float:
         """Return the client's share, as the server says."""
         return float(shared.std) if self.adds_noise else 0.0
+
+    def bound(self, shared: ClipAndNoise) -> float:
+        """Return S, as the server says."""
+        return float(shared.bound)
 
     def silenced(self) -> LocalRule:
         """Clip alone."""

@@ -18,7 +18,8 @@ A part that no client moved has u_i = 0 and stays where it is.
 Settings. The defaults are the paper's: 10 draws, T = 0.5, 20 epochs of SGD 0.001 with momentum 0.9,
 averaged every 25 steps from step 500 on (a small proxy set never gets there; then the last model
 counts). The FedLAW paper: `fedbe(samples=1, mix="logits", temperature=1.0, epochs=100,
-optimiser="adam", betas=(0.5, 0.999), average_every=0)`; its code takes the clients' SGD.
+optimiser="adam", betas=(0.5, 0.999), average_every=0)`; its code takes the clients' SGD,
+`optimiser="sgd", weight_decay=0.0005, keep_momentum=True`.
 
 Departures from the paper: a constant learning rate under the average. Buffers are never drawn:
 all models share the round's merged statistics.
@@ -37,16 +38,17 @@ from torch import Tensor
 
 from fedbasin.core.bounds import above, at_least
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.rng import Key, normal
 from fedbasin.core.space import Range
 from fedbasin.core.vectors import Layout, weighted_mean
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.refine import (
+    Loss,
     Optimiser,
     Refinement,
+    Refiner,
     distillation,
-    shifted,
     teacher_logits,
 )
 
@@ -62,7 +64,7 @@ _LEAST_VARIANCE = 1e-5
     tunable={"lr": Range(0.0001, 0.1, "log"), "scale": Range(0.01, 1.0, "log")},
 )
 @dataclass(frozen=True)
-class FedBE(Wrapper):
+class FedBE(Refiner):
     """Distil the clients' models and draws around them into the merged one.
 
     Args:
@@ -83,6 +85,8 @@ class FedBE(Wrapper):
         clip: largest norm of a gradient; 0 does not clip.
         average_from: the step from which models of the descent are averaged.
         average_every: the steps between two of them; 0 averages none.
+        weight_decay: of SGD.
+        keep_momentum: whether SGD goes on with the momentum of the round before.
     """
 
     inner: Method = field(default_factory=FedAvg)
@@ -102,14 +106,16 @@ class FedBE(Wrapper):
     clip: float = 0.0
     average_from: int = 500
     average_every: int = 25
+    weight_decay: float = 0.0
+    keep_momentum: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._refinement()  # checks the settings
         if not (self.samples or self.with_mean or self.with_clients):
             raise ValueError("there is no teacher: set samples, with_mean or with_clients")
 
-    def _refinement(self) -> Refinement:
+    def refinement(self) -> Refinement:
+        """Return how the model is trained."""
         return Refinement(
             self.optimiser,
             self.lr,
@@ -120,28 +126,25 @@ class FedBE(Wrapper):
             self.clip,
             average_from=self.average_from,
             average_every=self.average_every,
+            weight_decay=self.weight_decay,
+            keep_momentum=self.keep_momentum,
         )
 
     def streams(self) -> None:
         """Every reply counts."""
         return None
 
-    def step(
-        self, own: tuple[()], server: Tensor, fresh: Served, replies: Replies, context: Context
-    ) -> tuple[Served, tuple[()]]:
+    def loss(
+        self, server: Tensor, fresh: Served, replies: Replies, context: Context, key: Key
+    ) -> Loss:
         """Draw, then distil."""
-        if not self.epochs:
-            return fresh, own
         proxy = context.need("proxy", self)
-        key = context.key.fold("fedbe")
         counted = torch.nonzero(replies.weights > 0)[:, 0]
         models = replies.models[counted[replies.clients[counted].argsort()]]
         teachers = [fresh.send] if self.with_mean else []
         teachers += models if self.with_clients else []
         teachers += self._drawn(server, models, context.layout, key)
-        loss = distillation(proxy, self._target(teacher_logits(proxy, teachers)))
-        refined = self._refinement().run(fresh.send, loss, proxy, key)
-        return shifted(fresh, refined), own
+        return distillation(proxy, self._target(teacher_logits(proxy, teachers)))
 
     def _drawn(self, base: Tensor, models: Tensor, layout: Layout, key: Key) -> Iterator[Tensor]:
         """Yield the drawn models."""

@@ -61,7 +61,7 @@ class FedCDANotes(NamedTuple):
 
     divergence_newest: float  # V if the cohort's newest models were picked
     divergence: float  # V of the picked models
-    loss: float  # mean F_n of the picked models
+    loss: float  # mean F_n of the picked models; 0 counts for a client that reports none
     age: float  # rounds since the picked models were trained, mean over all clients seen
     older: float  # share of those picked for whose pick is not their newest model
     picked_age: Tensor  # [C] rounds since each client's picked model was trained
@@ -71,6 +71,7 @@ class FedCDANotes(NamedTuple):
     "method",
     paper="Wang et al., ICLR 2024",
     url="https://openreview.net/forum?id=nbPGqeH3lt",
+    needs=("losses",),
     is_fedavg_when={"warmup": 10**9, "warmup_by": "fedavg", "weighting": "samples"},
     tunable={"memory": Range(2, 6, whole=True), "warmup": Range(0.0, 0.75)},
 )
@@ -207,6 +208,11 @@ class FedCDA(Method):
         """Return into how many batches a cohort is cut."""
         return 1 if self.strategy in ("exact", "global") else min(self.batches, cohort)
 
+    @property
+    def optional_needs(self) -> frozenset[str]:
+        """The clients' losses, where only the divergence counts."""
+        return frozenset() if self.loss_term else frozenset({"losses"})
+
     def _checked(self, replies: Replies) -> Replies:
         """Return the replies that count, in the order of client ids."""
         counted = torch.nonzero(replies.weights > 0)[:, 0]
@@ -219,6 +225,8 @@ class FedCDA(Method):
                 raise ReplyError(
                     f"client {n} reports a loss of {loss}; fedcda(loss_term=False) does without"
                 )
+        if not self.loss_term:
+            cohort = replace(cohort, last_loss=cohort.last_loss.nan_to_num(nan=0.0))
         if self.strategy in ("greedy", "exact"):
             check_combinations([self.memory] * -(-len(clients) // self._cuts(len(clients))))
         return cohort

@@ -9,7 +9,8 @@ No label is used, unless `holdout` keeps rows aside to stop at the best model.
 Settings. The paper: Adam 0.001 along a cosine over 10^4 batches of 128, clipped at 5, stopped after
 10^3 batches without progress on validation rows: `feddf(holdout=0.2, patience=..., epochs=...)`.
 The FedLAW paper: 100 epochs with Adam(0.5, 0.999), `feddf(betas=(0.5, 0.999), cosine=False,
-clip=0.0)`; its code takes the clients' SGD, `optimiser="sgd"` with their learning rate.
+clip=0.0)`; its code takes the clients' SGD with their learning rate, `optimiser="sgd",
+weight_decay=0.0005, keep_momentum=True`.
 
 Departures from the paper: epochs count, not batches, since small proxy sets would otherwise be seen
 thousands of times a round; progress is the cross-entropy on the rows kept aside, not accuracy.
@@ -27,14 +28,16 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
-from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
+from fedbasin.core.method import Context, Method, Replies, Served
+from fedbasin.core.rng import Key
 from fedbasin.core.space import Range
 from fedbasin.methods.fedavg import FedAvg
 from fedbasin.methods.parts.refine import (
+    Loss,
     Optimiser,
     Refinement,
+    Refiner,
     distillation,
-    shifted,
     teacher_logits,
 )
 
@@ -48,7 +51,7 @@ from fedbasin.methods.parts.refine import (
     tunable={"lr": Range(1e-5, 0.01, "log")},
 )
 @dataclass(frozen=True)
-class FedDF(Wrapper):
+class FedDF(Refiner):
     """Distil the clients' models into the merged one on the server's rows.
 
     Args:
@@ -62,6 +65,8 @@ class FedDF(Wrapper):
         clip: largest norm of a gradient; 0 does not clip.
         holdout: share of the rows kept aside to return the best model on; needs labels.
         patience: stop after so many epochs without progress there; 0 never does.
+        weight_decay: of SGD.
+        keep_momentum: whether SGD goes on with the momentum of the round before.
     """
 
     inner: Method = field(default_factory=FedAvg)
@@ -74,11 +79,11 @@ class FedDF(Wrapper):
     clip: float = 5.0
     holdout: float = 0.0
     patience: int = 0
+    weight_decay: float = 0.0
+    keep_momentum: bool = False
 
-    def __post_init__(self) -> None:
-        self._refinement()  # checks the settings
-
-    def _refinement(self) -> Refinement:
+    def refinement(self) -> Refinement:
+        """Return how the model is trained."""
         return Refinement(
             self.optimiser,
             self.lr,
@@ -89,20 +94,18 @@ class FedDF(Wrapper):
             self.clip,
             self.holdout,
             self.patience,
+            weight_decay=self.weight_decay,
+            keep_momentum=self.keep_momentum,
         )
 
     def streams(self) -> None:
         """Every reply counts."""
         return None
 
-    def step(
-        self, own: tuple[()], server: Tensor, fresh: Served, replies: Replies, context: Context
-    ) -> tuple[Served, tuple[()]]:
-        """Distil."""
-        if not self.epochs:
-            return fresh, own
+    def loss(
+        self, server: Tensor, fresh: Served, replies: Replies, context: Context, key: Key
+    ) -> Loss:
+        """Distil the replies."""
         proxy = context.need("proxy", self)
         logits = teacher_logits(proxy, list(replies.models[replies.weights > 0]))
-        loss = distillation(proxy, torch.softmax(logits.mean(0), 1))
-        refined = self._refinement().run(fresh.send, loss, proxy, context.key.fold("feddf"))
-        return shifted(fresh, refined), own
+        return distillation(proxy, torch.softmax(logits.mean(0), 1))

@@ -15,7 +15,7 @@ from typing import Any
 from fedbasin.core.expressions import ExpressionError, parse
 from fedbasin.experiment import Experiment, from_mapping
 from fedbasin.experiment.config import RESULT_NEUTRAL
-from fedbasin.papers.tables import Axis, PaperError, Table, merged
+from fedbasin.papers.tables import Axis, PaperError, Table, merged, select
 
 # Settings that say where, how fast and what to keep, not what is computed. Executors differ in
 # rounding alone: enough for a result line, too much for a run that is resumed.
@@ -195,6 +195,24 @@ def experiment_of(
     rounds = settings.get("rounds", Experiment().rounds)
     settings["sim"].setdefault("checkpoint_every", max(10, int(rounds) // 10))
     return from_mapping(settings).resolved()
+
+
+def cells_asked(
+    table: Table, rows: str = "*", columns: str = "*", trials: str | None = None
+) -> list[tuple[Axis, Axis]]:
+    """Return the cells, or those of the trials, that the options of `fedbasin paper run` name."""
+    picked = select(table.columns, columns, "--columns")
+    if trials is None:
+        named = select(table.rows, rows, "--rows")
+        return [(row, column) for column in picked for row in named]
+    if rows != "*":
+        raise ValueError("--rows and --trials: give one of them")
+    cells = table.trial_cells()
+    if not cells:
+        raise ValueError(f"{table.name} has no trials")
+    by_name = {row.name: row for row, _ in cells}
+    names = {row.name for row in select(tuple(by_name.values()), trials, "--trials")}
+    return [(row, column) for row, column in cells if row.name in names and column in picked]
 
 
 def cell_runs_of(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedbasin.core.vectors import Layout
 from fedbasin.deploy.bounds import MOST_NUMBERS, check_size
-from fedbasin.deploy.clients import ASK, TooFewNodes
+from fedbasin.deploy.clients import ASK
 from fedbasin.deploy.cohort import Cohort
 from fedbasin.deploy.mail import GaveUp
 from fedbasin.deploy.replies import Collected
@@ -99,6 +99,7 @@ class SecureCohort(Cohort):
     statistics: Layout = field(kw_only=True)
     failed: str = ""  # why the round has no sum
     sums: Sums | None = None
+    _silent: set[int] = field(default_factory=set)  # clients that left a question unanswered
 
     def messages(self, chosen: Iterable[int]) -> list[Message]:
         """Agree on keys and shares, then return what is sent to clients that train."""
@@ -188,12 +189,12 @@ class SecureCohort(Cohort):
             missing = self.protocol.session.threshold - len(self.protocol.with_keys)
             if missing <= 0:
                 break
-            if time.monotonic() - began > self.patience:
-                raise TooFewNodes(
-                    f"round {self.round}: {len(self.protocol.with_keys)} clients sent keys, "
-                    f"{self.protocol.session.threshold} are needed; start the run again when "
-                    "enough are connected"
-                )
+            waited = time.monotonic() - began
+            nobody = self.hopeless(self.protocol.with_keys)
+            if nobody or waited > self.patience:
+                sent = f"{len(self.protocol.with_keys)} clients sent keys"
+                usable = f"{sent}, {self.protocol.session.threshold} are needed"
+                raise self.too_few(usable, None if nobody else waited)
             to_ask = self._others(missing)
             self.asked |= to_ask
             if not to_ask:
@@ -203,7 +204,7 @@ class SecureCohort(Cohort):
     def _others(self, missing: int) -> dict[int, int]:
         """Return clients to ask in place of those that sent no keys."""
         online = self.clients.online()
-        done = self._failed.union(self.protocol.with_keys)
+        done = self._silent.union(self._failed, self.protocol.with_keys)
         room = self.protocol.session.clients - len(self.protocol.with_keys)
         free = [c for c in online if c not in done]
         chosen = sorted(free, key=lambda client: (client not in self.asked, client))
@@ -240,13 +241,13 @@ class SecureCohort(Cohort):
         sent = self.clients.send(messages)
         for reply in self.clients.replies(sent, self.timeout):
             if isinstance(reply, GaveUp):
-                self._failed.add(whose[reply.node])
+                self._silent.add(whose[reply.node])
                 self._gave_up(reply.node, reply.reason)
                 continue
             node = sent[reply.metadata.reply_to_message_id]
             client = whose[node]
             if from_flower(reply):
-                self._failed.add(client)
+                self._silent.add(client)
                 self._gave_up(node, fault(reply))
                 continue
             try:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 from fedbasin.core.catalogue import needs_of
 from fedbasin.core.expressions import Choice
 from fedbasin.core.method import Method
 from fedbasin.core.protocols import is_private, needs_gradients
+from fedbasin.core.rule import LocalRule
 from fedbasin.core.vectors import Weighting
 from fedbasin.deploy.secure.settings import Secure, Session
 from fedbasin.deploy.settings import Handling, ServerSide
+from fedbasin.local.privacy import LARGEST_NORMAL, AddsNoise
+
+# A noise with so many steps of rounding in its standard deviation has 0.3 % more after it.
+_STEPS_IN_NOISE = 4
 
 
 def check_method(method: Method) -> Weighting:
@@ -58,6 +67,41 @@ def check_secure(
             f"secure: {method} weighs clients by their rows: give Secure(rows=...), the most rows "
             "of a client, or a method with weighting='uniform'"
         )
+
+
+def check_noise(secure: Secure, rules: Sequence[LocalRule], shared: Sequence[Any]) -> None:
+    """Refuse words that would cut the noise of clients, or round it away.
+
+    The sum would have less noise than the record says, and than epsilon is computed from.
+
+    Args:
+        secure: the user's settings.
+        rules: what clients do.
+        shared: what they are sent for it.
+    """
+    for rule, sent in zip(rules, shared, strict=True):
+        if not isinstance(rule, AddsNoise) or not (std := rule.noise_std(sent)):
+            continue
+        least = rule.bound(sent) + LARGEST_NORMAL * std
+        noise = f"the noise that each client adds, of standard deviation {std:.3g}"
+        if secure.clip < least:
+            raise ValueError(
+                f"secure: Secure(clip={secure.clip:g}) would cut {noise}, and the sum would have "
+                f"less than the record says: give Secure(clip={_rounded_up(least)}) or more "
+                "(in an app: federation.secure-clip)"
+            )
+        if secure.step > std / _STEPS_IN_NOISE:
+            raise ValueError(
+                f"secure: Secure(clip={secure.clip:g}, bits={secure.bits}) rounds to multiples of "
+                f"{secure.step:.3g}, which swallows {noise}: give more bits, or "
+                f"clip={_rounded_up(least)}"
+            )
+
+
+def _rounded_up(value: float) -> str:
+    """Write a number with three digits that is no smaller."""
+    digits = 2 - math.floor(math.log10(value))
+    return f"{math.ceil(value * 10.0**digits) / 10.0**digits:g}"
 
 
 def check_cohorts(secure: Secure, participation: Choice) -> None:

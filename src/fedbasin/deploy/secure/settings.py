@@ -18,12 +18,18 @@ _WORD = 32  # bits of a masked word
 _VERSION = "fedbasin secure aggregation 1"
 
 
+def levels_of(bits: int) -> int:
+    """Return the largest number of so many bits, of which one is the sign."""
+    return (1 << (bits - 1)) - 1
+
+
 @dataclass(frozen=True)
 class Secure:
     """Settings of secure aggregation: the server learns only the sum over a cohort.
 
     Args:
-        clip: the largest change of a weight in a round. Larger changes are cut, and counted.
+        clip: the largest change of a weight in a round. Larger changes are cut, and counted. The
+            noise that clients add must not be cut: a clip that is too small for it is refused.
         rows: the most rows of a client, for methods that weigh clients by their rows. A client
             with more rows counts as one with so many.
         threshold: how many clients of the cohort must answer to the end: a whole number, or the
@@ -58,6 +64,11 @@ class Secure:
             raise ValueError(
                 f"threshold must be a whole number or a share of 0.5 to 1, got {self.threshold}"
             )
+
+    @property
+    def step(self) -> float:
+        """The distance of two quantised changes of a weight."""
+        return self.clip / levels_of(self.bits)
 
     def holders(self, cohort: int) -> int:
         """Return among how many clients, itself included, a client shares its secrets."""
@@ -121,7 +132,7 @@ class Session:
     @property
     def levels(self) -> int:
         """The largest quantised number; the smallest is its opposite."""
-        return (1 << (self.bits - 1)) - 1
+        return levels_of(self.bits)
 
     def info(self, purpose: str, *clients: int) -> bytes:
         """Return what keys and hashes of this session are bound to: all that was agreed on.

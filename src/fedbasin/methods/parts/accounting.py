@@ -1,12 +1,15 @@
 """What noise costs: epsilon of the rounds so far, and the noise for a wanted epsilon.
 
-All numbers come from Google's `dp-accounting` (the extra `dp`), by Renyi divergences. This module
+All numbers come from Google's `dp-accounting` (the extra `dp`), by Renyi divergences ("rdp") or by
+privacy loss distributions ("pld"). Both are upper bounds, and the second is tighter. This module
 chooses the event that describes how cohorts were drawn:
 
     poisson   each client joins on its own with probability q: sampled Gaussian, add or remove one
     fixed     m of N without replacement: the sampled Gaussian of replacing one client. Replacing
               moves the sum by 2 S, and the accountant does not double: it is given z / 2
     other     no amplification: a Gaussian in every round
+
+"pld" refuses `fixed`: no pair of cohorts is known to be the worst one of every round.
 """
 
 from __future__ import annotations
@@ -16,15 +19,19 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from fedbasin.core.method import Sampling
 
+Accountant = Literal["rdp", "pld"]
 # Orders of Renyi's divergence. Fractions matter for large epsilon alone. Where little noise makes
 # one of them diverge, the accountant leaves it out: epsilon is then no smaller than it should be.
 _ORDERS = (1.6, 1.65, 1.7, 1.75, 2.5, 3.5, *range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
 _LEAST_NOISE = 0.05  # less costs an epsilon of hundreds in one round
 _WHOLE_ORDERS = tuple(order for order in _ORDERS if order == int(order))
+# Width of the steps in which "pld" counts the loss at z = 1, rounding up. Losses grow as z^-2, and
+# so do the steps: memory and time then do not depend on z.
+_LOSS_STEP = 1e-3
 
 
 class NoAccountant(RuntimeError):
@@ -37,7 +44,13 @@ def installed() -> bool:
 
 
 @cache
-def epsilon(noise: float, rounds: int, delta: float, sampling: Sampling) -> float:
+def epsilon(
+    noise: float,
+    rounds: int,
+    delta: float,
+    sampling: Sampling,
+    accountant: Accountant = "rdp",
+) -> float:
     """Return the epsilon of so many rounds at a delta.
 
     Args:
@@ -45,27 +58,46 @@ def epsilon(noise: float, rounds: int, delta: float, sampling: Sampling) -> floa
         rounds: how many noisy sums were released.
         delta: the chance that the guarantee fails.
         sampling: how cohorts were drawn.
+        accountant: what computes it.
     """
-    make, event = _parts(sampling)
-    accountant = make()
+    counting = _new(accountant, sampling, noise)
     with _quiet():
-        accountant.compose(event(noise), rounds)
-        return float(accountant.get_epsilon(delta))
+        counting.compose(_event(noise, sampling), rounds)
+        return float(counting.get_epsilon(delta))
 
 
-def noise_for(wanted: float, rounds: int, delta: float, sampling: Sampling) -> float:
+def noise_for(
+    wanted: float,
+    rounds: int,
+    delta: float,
+    sampling: Sampling,
+    accountant: Accountant = "rdp",
+) -> float:
     """Return the smallest noise z at which all rounds cost no more than the wanted epsilon."""
-    make, event = _parts(sampling)
     dp = _package()
+    about, least = 1.0, _LEAST_NOISE
+    if accountant == "pld":  # which takes long where the noise is far too small
+        check_accountant(accountant, sampling)
+        about = noise_for(wanted, rounds, delta, sampling)
+        least = about / 4
     with _quiet():
         found = dp.calibrate_dp_mechanism(
-            make,
-            lambda z: dp.SelfComposedDpEvent(event(z), rounds),
+            lambda: _new(accountant, sampling, about),
+            lambda z: dp.SelfComposedDpEvent(_event(z, sampling), rounds),
             wanted,
             delta,
-            dp.LowerEndpointAndGuess(_LEAST_NOISE, 1.0),
+            dp.LowerEndpointAndGuess(least, about),
         )
     return float(found)
+
+
+def check_accountant(accountant: Accountant, sampling: Sampling) -> None:
+    """Refuse an accountant that does not know how cohorts are drawn."""
+    if accountant == "pld" and _replaces(sampling):
+        raise ValueError(
+            "dp(accountant='pld') does not know cohorts of fixed size: draw them by "
+            "sim.participation = \"poisson(rate=...)\", or write accountant='rdp'"
+        )
 
 
 @contextmanager
@@ -90,25 +122,35 @@ def _package() -> Any:
     return dp_accounting
 
 
-def _parts(sampling: Sampling) -> tuple[Any, Any]:
-    """Return a function that makes an accountant, and one from the noise to a round's event."""
+def _replaces(sampling: Sampling) -> bool:
+    """Whether epsilon is for replacing a client, as the number of the others is fixed."""
+    return sampling.kind == "fixed" and sampling.expected < sampling.clients
+
+
+def _new(accountant: Accountant, sampling: Sampling, noise: float) -> Any:
+    """Return an accountant that has counted nothing, for a noise of about this size."""
+    relation = _package().NeighboringRelation
+    check_accountant(accountant, sampling)
+    if accountant == "pld":
+        from dp_accounting.pld import PLDAccountant
+
+        step = _LOSS_STEP * max(1.0, noise**-2)
+        return PLDAccountant(relation.ADD_OR_REMOVE_ONE, value_discretization_interval=step)
+    from dp_accounting.rdp import RdpAccountant
+
+    if _replaces(sampling):
+        return RdpAccountant(_WHOLE_ORDERS, relation.REPLACE_ONE)
+    return RdpAccountant(_ORDERS, relation.ADD_OR_REMOVE_ONE)
+
+
+def _event(noise: float, sampling: Sampling) -> Any:
+    """Return what happens in one round, in the accountants' terms."""
     dp = _package()
-    from dp_accounting import rdp
-
-    relation = dp.NeighboringRelation
-    if sampling.kind == "fixed" and sampling.expected < sampling.clients:
+    if _replaces(sampling):
         cohort = round(sampling.expected)
-
-        def replaced(z: float) -> Any:
-            inside = dp.GaussianDpEvent(z / 2)
-            return dp.SampledWithoutReplacementDpEvent(sampling.clients, cohort, inside)
-
-        return (lambda: rdp.RdpAccountant(_WHOLE_ORDERS, relation.REPLACE_ONE)), replaced
-
-    def accountant() -> Any:
-        return rdp.RdpAccountant(_ORDERS)
-
+        halved = dp.GaussianDpEvent(noise / 2)
+        return dp.SampledWithoutReplacementDpEvent(sampling.clients, cohort, halved)
+    gaussian = dp.GaussianDpEvent(noise)
     if sampling.kind == "poisson":
-        rate = sampling.expected / sampling.clients
-        return accountant, lambda z: dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(z))
-    return accountant, dp.GaussianDpEvent
+        return dp.PoissonSampledDpEvent(sampling.expected / sampling.clients, gaussian)
+    return gaussian

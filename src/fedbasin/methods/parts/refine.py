@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbasin.core.method import Proxy, Served
+from fedbasin.core.bounds import Bounded, at_least, within
+from fedbasin.core.method import Context, Proxy, Replies, Served, Wrapper
 from fedbasin.core.rng import Key
 from fedbasin.local.batches import epoch_order, proxy_batches
 from fedbasin.local.optimisers import SGD
@@ -23,7 +24,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # (model, numbers of the rows) -> mea
 
 
 @dataclass(frozen=True)
-class Refinement:
+class Refinement(Bounded):
     """How a model is trained on the server.
 
     Args:
@@ -38,43 +39,63 @@ class Refinement:
         patience: stop after so many epochs without a smaller loss there; 0 never does.
         average_from: the step from which models are averaged.
         average_every: the steps between two of them; 0 averages none, and the last model counts.
+        weight_decay: of SGD, a multiple of the model added to each gradient.
+        keep_momentum: whether the next round's SGD goes on with this round's momentum.
     """
 
     optimiser: Optimiser = "adam"
-    lr: float = 0.001
+    lr: float = at_least(0, default=0.001)
     betas: tuple[float, float] = (0.9, 0.999)
-    epochs: int = 1
-    batch: int = 128
+    epochs: int = at_least(0, default=1)
+    batch: int = at_least(1, default=128)
     cosine: bool = False
-    clip: float = 0.0
-    holdout: float = 0.0
-    patience: int = 0
-    average_from: int = 0
-    average_every: int = 0
+    clip: float = at_least(0, default=0.0)
+    holdout: float = within("[0, 1)", default=0.0)
+    patience: int = at_least(0, default=0)
+    average_from: int = at_least(0, default=0)
+    average_every: int = at_least(0, default=0)
+    weight_decay: float = 0.0
+    keep_momentum: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("lr", "epochs", "clip", "patience", "average_from", "average_every"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.batch < 1:
-            raise ValueError(f"batch must be at least 1, got {self.batch}")
+        super().__post_init__()
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
-        if not 0 <= self.holdout < 1:
-            raise ValueError(f"holdout must be in [0, 1), got {self.holdout}")
         if self.patience and not self.holdout:
             raise ValueError(f"patience={self.patience} watches rows kept aside: set holdout")
+        if self.optimiser == "adam":
+            for name in ("weight_decay", "keep_momentum"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is of SGD: set optimiser='sgd'")
+        self._sgd()  # checks the decay
 
-    def run(self, vector: Tensor, loss: Loss, proxy: Proxy, key: Key) -> Tensor:
-        """Return the model [P] after training on the server's rows."""
+    def _sgd(self) -> SGD:
+        return SGD(momentum=self.betas[0], weight_decay=self.weight_decay)
+
+    def begin(self, vector: Tensor) -> Any:
+        """Return what rounds keep: the momentum, or nothing."""
+        return self._sgd().init(vector) if self.keep_momentum else ()
+
+    def run(
+        self, vector: Tensor, loss: Loss, proxy: Proxy, key: Key, kept: Any = ()
+    ) -> tuple[Tensor, Any]:
+        """Return the model [P] after training on the server's rows, and what is kept.
+
+        Args:
+            vector: the model to start from.
+            loss: what falls.
+            proxy: the server's rows.
+            key: of their order.
+            kept: what the last round kept.
+        """
         if not self.epochs:
-            return vector
+            return vector, kept
         rows = epoch_order(key.fold("rows").tensor(vector.device), 0, proxy.size)
         aside = min(math.ceil(self.holdout * proxy.size), proxy.size - 1)
         held, rows = rows[:aside], rows[aside:]
-        sgd = SGD(momentum=self.betas[0])
+        sgd = self._sgd()
         adam = Adam.at(vector)
-        state = sgd.init(vector)
+        state = kept if self.keep_momentum else sgd.init(vector)
         total = self.epochs * math.ceil(len(rows) / self.batch)
         best = vector
         least = self._watched(vector, proxy, held)
@@ -107,9 +128,10 @@ class Refinement:
                     idle += 1
                 if self.patience and idle >= self.patience:
                     break
+        kept = state if self.keep_momentum else ()
         if taken:
-            return summed / taken
-        return best if aside else vector
+            return summed / taken, kept
+        return best if aside else vector, kept
 
     def _gradient(self, vector: Tensor, loss: Loss, rows: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -123,6 +145,45 @@ class Refinement:
             return math.inf
         with torch.no_grad():
             return float(proxy.loss(vector, held))
+
+
+class Refiner(Wrapper):
+    """A method that trains the inner method's model on the server's rows.
+
+    Subclasses have a field ``epochs``, and say how the model is trained and what falls.
+    """
+
+    epochs: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refinement()  # checks the settings
+
+    def refinement(self) -> Refinement:
+        """Return how the model is trained."""
+        raise NotImplementedError
+
+    def loss(
+        self, server: Tensor, fresh: Served, replies: Replies, context: Context, key: Key
+    ) -> Loss:
+        """Return what falls: of the model that was sent, the inner method's and the replies."""
+        raise NotImplementedError
+
+    def begin(self, server: Tensor, context: Context) -> Any:
+        """Begin without momentum."""
+        return self.refinement().begin(server)
+
+    def step(
+        self, own: Any, server: Tensor, fresh: Served, replies: Replies, context: Context
+    ) -> tuple[Served, Any]:
+        """Train the model."""
+        if not self.epochs:
+            return fresh, own
+        proxy = context.need("proxy", self)
+        key = context.key.fold(type(self).__name__.lower())
+        loss = self.loss(server, fresh, replies, context, key)
+        refined, own = self.refinement().run(fresh.send, loss, proxy, key, own)
+        return shifted(fresh, refined), own
 
 
 def shifted(fresh: Served, refined: Tensor) -> Served:
