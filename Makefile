@@ -9,7 +9,7 @@ EXTRA ?= core
 FLOWER ?= 1.40.0 1.41.0 # the range in pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test same test-flower test-flower-versions test-federation test-fuzz test-soak test-kills test-privacy lock sbom audit lint lint-containers everything docs stranger format bench-peers bench-gpu bench-scaling clean
+.PHONY: help demo test same test-flower test-flower-versions test-federation test-fuzz test-soak test-kills test-privacy lock sbom audit lint lint-containers everything docs stranger format generated bench-peers bench-gpu bench-scaling clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -82,6 +82,9 @@ stranger: ## the path of a new user, timed: clone, first table, own CSV, own fed
 format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+generated: $(VENV)/.dev ## after adding an entry: write the types of names, docs/methods.md, missing golden models
+	OMP_NUM_THREADS=1 $(BIN)/python tests/generated.py
 
 bench-peers: $(VENV)/.core ## run the same work with Flower, pfl-research, FedLab, FedJAX and fedbasin
 	$(BIN)/python benchmarks/speed/cpu.py --out benchmarks/speed/results/cpu.json $(ARGS)

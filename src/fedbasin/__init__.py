@@ -11,7 +11,8 @@ Every entry of the catalogue is a name here: ``fb.scaffold(server_lr=0.5)`` is w
 from importlib import import_module
 from typing import Any
 
-# Torch takes seconds to import, so names are fetched when they are first used.
+# Torch takes seconds to import, so names are fetched when they are first used. `make generated`
+# writes `__init__.pyi`, which tells type checkers what each name is.
 _HOMES = {
     "Comparison": "api",
     "DataConfig": "experiment",
@@ -36,178 +37,39 @@ _HOMES = {
     "tune": "api",
 }
 _ROOMS = ("data", "testing")  # modules that users reach as attributes
-# The catalogue. `__init__.pyi` tells type checkers what each name is.
-_ENTRIES = (
-    "accuracy",
-    "accuracy_per_class",
-    "adabest",
-    "adam",
-    "adamw",
-    "alexnet",
-    "alie",
-    "asam",
-    "at_most",
-    "auroc",
-    "average_precision",
-    "backdoor",
-    "balanced_accuracy",
-    "balanced_rows",
-    "balanced_softmax",
-    "balancefl",
-    "bernoulli",
-    "binary",
-    "brier",
-    "bucketing",
-    "bulyan",
-    "by_group",
-    "c_index",
-    "categorical_dirichlet",
-    "centered_clipping",
-    "cifar_cnn",
-    "class_balanced",
-    "class_dirichlet",
-    "classification",
-    "client_dirichlet",
-    "clip_update",
-    "constant",
-    "cosine",
-    "count",
-    "creff",
-    "custom",
-    "cyclic",
-    "densenet121",
-    "digit_cnn",
-    "dirichlet",
-    "domain_skew",
-    "dp",
-    "ece",
-    "emnist_cnn",
-    "epoch_decay",
-    "epochs",
-    "exponential",
-    "fedacg",
-    "fedadagrad",
-    "fedadam",
-    "fedasam",
-    "fedavg",
-    "fedavgm",
-    "fedbe",
-    "fedcda",
-    "fedcda_cnn",
-    "fedcm",
-    "feddf",
-    "feddyn",
-    "fedexp",
-    "fedfa",
-    "fedgen",
-    "fedgma",
-    "fedgrab",
-    "fedlab_dirichlet",
-    "fedlab_shards",
-    "fedlaw",
-    "fedlesam",
-    "fedma",
-    "fednova",
-    "fedprox",
-    "fedsam",
-    "fedsmoo",
-    "fedspeed",
-    "fedwcm",
-    "fedyogi",
-    "fmnist_cnn",
-    "focal",
-    "fraction",
-    "gamf",
-    "gaussian",
-    "given",
-    "group_mean",
-    "grouped_dirichlet",
-    "hf",
-    "hybrid_dirichlet",
-    "iid",
-    "ima",
-    "ipm",
-    "kept_momentum",
-    "krum",
-    "label_flip",
-    "ldawa",
-    "lenet",
-    "lesam",
-    "local_dp",
-    "logistic",
-    "logit_adjusted",
-    "lora",
-    "loss",
-    "macro_f1",
-    "mae",
-    "median",
-    "mime",
-    "mimelite",
-    "min_max",
-    "mlp",
-    "mobilenetv2",
-    "mofedsam",
-    "multilabel",
-    "natural",
-    "norm_bound",
-    "only",
-    "pachinko",
-    "perplexity",
-    "pfl_cnn",
-    "poisson",
-    "prox",
-    "quantiles",
-    "quantity_skew",
-    "r2",
-    "regression",
-    "reseeded",
-    "resnet110",
-    "resnet18",
-    "resnet20",
-    "resnet34",
-    "resnet56",
-    "resnet8",
-    "rfa",
-    "rmse",
-    "sam",
-    "scaffold",
-    "scaled",
-    "serverft",
-    "sgd",
-    "shakespeare_lstm",
-    "shards",
-    "sign_flip",
-    "simple_cnn",
-    "size_dirichlet",
-    "steps",
-    "stepwise",
-    "survival",
-    "swa",
-    "timm",
-    "tokens",
-    "trimmed_mean",
-    "vgg11",
-    "warmup",
-    "wima",
-    "wrn56_4",
-)
-__all__ = sorted({*_HOMES, *_ROOMS, *_ENTRIES})
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
+    if name in _ROOMS:
+        return import_module(f"fedbasin.{name}")
     if name in _HOMES:
         import_module("fedbasin.experiment")  # fills the catalogue
         return getattr(import_module(f"fedbasin.{_HOMES[name]}"), name)
-    if name in _ROOMS:
-        return import_module(f"fedbasin.{name}")
-    if name in _ENTRIES:
-        import_module("fedbasin.experiment")  # fills the catalogue
-        from fedbasin.core.catalogue import CATALOGUE
+    if not name.startswith("_") and not _is_module(name) and name in _entries():
         from fedbasin.core.expressions import constructor
 
-        return constructor(CATALOGUE[name])
+        return constructor(_entries()[name])
     raise AttributeError(f"module 'fedbasin' has no attribute {name!r}")
 
 
+def _is_module(name: str) -> bool:
+    """Whether Python is about to import a room: torch is not loaded to look for such a name."""
+    from importlib.util import find_spec
+
+    return find_spec(f"fedbasin.{name}") is not None
+
+
+def _entries() -> dict[str, Any]:
+    """Return the cards of the catalogue that are the library's own."""
+    import_module("fedbasin.experiment")  # fills the catalogue
+    from fedbasin.core.catalogue import CATALOGUE
+
+    return {
+        n: card for n, card in CATALOGUE.items() if card.make.__module__.startswith("fedbasin.")
+    }
+
+
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*_HOMES, *_ROOMS, *_entries()})

@@ -104,6 +104,13 @@ def test_every_analysis_runs_and_goes_through_json(name, runs):
     assert all(np.isfinite(line.x).all() for line in lines)
 
 
+def test_a_run_that_is_given_twice_has_two_lines_in_each_panel(runs):
+    once = find("locality")(subjects(runs, "fedavg"))
+    twice = find("locality")(subjects(runs, "fedavg", "fedavg"))
+    for one, two in zip(once.panels, twice.panels, strict=True):
+        assert [(s.x, s.y) for s in two.series] == 2 * [(s.x, s.y) for s in one.series]
+
+
 def test_every_analysis_is_documented_and_named_in_the_listing():
     page = (Path(__file__).parents[2] / "docs" / "analyses.md").read_text()
     for name, entry in CATALOGUE.items():

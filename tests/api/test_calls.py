@@ -68,12 +68,6 @@ def test_no_room_of_the_package_hides_a_public_name():
     assert rooms & set(fb.__all__) == {"data", "testing"}  # which are meant as modules
 
 
-def test_the_stub_names_what_the_package_has():
-    stub = (Path(fb.__file__).parent / "__init__.pyi").read_text()
-    for name in set(fb.__all__) - {"data", "testing"}:
-        assert f"\n{name} = " in stub or f"\n{name}: " in stub or f" as {name}\n" in stub, name
-
-
 def test_constructors_say_what_expressions_say():
     assert fb.text(fb.ima(fb.scaffold(server_lr=0.5), window=3)) == (
         "ima(scaffold(server_lr=0.5), window=3)"

@@ -126,7 +126,7 @@ def test_a_cohort_trains_as_one_client_after_another(pair, compiled):
     )
     vector, buffers = loop.trainer.net.initial()
     sent = Sent(vector, buffers, (), 0)
-    states = ClientStates(loop.zero_state(vector), vector)
+    states = ClientStates(loop.trainer.zero_state(vector), vector)
     who, plan = np.array([5, 0, 2, 3]), Plan(0.05, 3)
     request = Launch(who, sent, plan, states)
     wanted, found = (e.train([request])[0].replies for e in (loop, cohort))

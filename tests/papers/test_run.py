@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbasin.cli import app
-from fedbasin.cli.paper import _read_seeds
 from fedbasin.core.lock import alone_in
 from fedbasin.core.record import RoundRecord, RunFolder
 from fedbasin.experiment import run
@@ -461,10 +460,3 @@ def test_a_run_is_over_when_it_has_a_model_or_has_diverged(status, done, tmp_pat
     assert over(tmp_path) is done
     folder.model.touch()
     assert over(tmp_path)
-
-
-def test_seeds_are_numbers_and_ranges():
-    assert _read_seeds("3, 0-2,1,7-7") == [3, 0, 1, 2, 7]
-    for wrong in ("a", "", "1,", "3-1", "-1", "1-", "0-1-2"):
-        with pytest.raises(ValueError, match=r"write numbers with commas, as in 0,1,2 or 0-39"):
-            _read_seeds(wrong)

@@ -92,7 +92,7 @@ def executors(
 
 def trained(executor, plan, rules=(), cohort=(0, 1, 2, 3), rounds=2):
     vector, buffers = executor.trainer.net.initial()
-    states = ClientStates(executor.zero_state(vector), vector)
+    states = ClientStates(executor.trainer.zero_state(vector), vector)
     for t in range(rounds):
         shared = tuple(() for _ in rules)
         gathered = executor.train(

@@ -41,7 +41,7 @@ def requests_of(federation, seeds):
             probe = Probe(torch.stack([vector, 2 * vector]), torch.ones(2, dtype=torch.float64))
         context = replace(federation.context.at(seed, 0.1), probe=probe)
         shared = federation.method.broadcast(server.state, vector, context)
-        zero = federation.executor.zero_state(vector)
+        zero = federation.executor.trainer.zero_state(vector)
         sent = Sent(vector, server.buffers, shared, seed)
         cohort = np.array([0, 2, 3, 5][: 2 + seed % 3])
         plan = Plan(0.1 / (1 + seed), 1 + seed % 2)

@@ -118,7 +118,7 @@ def copies_of_a_step(rules, shared):
     vector, buffers = net.initial()
     everyone = np.arange(2)
     sent = Sent(vector, buffers, tuple(each(vector) for each in shared), 0)
-    states = ClientStates(executor.zero_state(vector), vector)
+    states = ClientStates(executor.trainer.zero_state(vector), vector)
     executor.train([Launch(everyone, sent, Plan(0.05, 1), states)])
     return seen[0]
 

@@ -66,7 +66,7 @@ def test_a_cohort_may_be_smaller_or_larger_than_before(workers):
     executor = workers.executor
     loop = LoopExecutor(executor.trainer, executor.population, executor.key)
     vector, buffers = executor.trainer.net.initial()
-    states = ClientStates(loop.zero_state(vector), vector)
+    states = ClientStates(loop.trainer.zero_state(vector), vector)
     shared = Scaffold().broadcast(Scaffold().init(vector, workers.context), vector, workers.context)
     sent = Sent(vector, buffers, shared, 0)
     cohorts = ([3], [0, 1, 2, 3, 4, 5, 6, 7], [5, 2])
@@ -104,7 +104,7 @@ def test_a_clients_own_error_comes_back_and_the_next_round_goes_well(workers):
     context = workers.context
     vector, buffers = executor.trainer.net.initial()
     shared = Scaffold().broadcast(Scaffold().init(vector, context), vector, context)
-    states = ClientStates(executor.zero_state(vector), vector)
+    states = ClientStates(executor.trainer.zero_state(vector), vector)
     good = Sent(vector, buffers, shared, 0)
     with pytest.raises(ValueError, match="expected a vector of"):
         executor.train(

@@ -29,6 +29,7 @@ from fedbasin.analyze.decomposition import (
 from fedbasin.analyze.distance import locality
 from fedbasin.analyze.subject import (
     AnalysisError,
+    Curves,
     Found,
     Options,
     Subject,
@@ -46,10 +47,7 @@ from fedbasin.core.figure_data import (
     Bars,
     BarSeries,
     Grid,
-    Line,
-    Lines,
     Mark,
-    Numbers,
     Panel,
     Table,
 )
@@ -83,41 +81,35 @@ def show_decomposition(subjects: Sequence[Subject], options: Options, watch: Wat
     its own lines, beside the test score of its first run.
     """
     tick = watch("decomposition", sum(len(s.snapshots.stored()) for s in subjects))
-    panels: dict[str, list[Line]] = {title: [] for title in ("bias", "locality", "test", "bound")}
-    factors: list[Panel] = []
+    headline = subjects[0].headline.name
+    bias = Curves("bias of client models", "mean |y - E f|")
+    away = Curves("locality", "max |w_k - w|")
+    test = Curves(f"test {headline}", headline)
+    bound = Curves("covariance and its lower bound", "sum")
+    factors = []
     notes = []
     groups = _settings(subjects)
     for runs in groups:
         name = label(runs[0], [group[0] for group in groups])
         x, found, averaged, far, told = _decomposed(runs, options, tick)
         names = ("train_bias", "heter_bias", "cross", "variance", "covariance", "ensemble_loss")
-        parts = [Line(n.replace("_", " "), x, tuple(getattr(f, n) for f in found)) for n in names]
-        parts.append(Line("averaged model's loss", x, averaged))
         title = "factors of the squared error"
-        title += f": {name}" if len(groups) > 1 else ""
-        factors.append(Lines(title, "round", "mean over rows", tuple(parts)))
-        panels["bias"] += [
-            Line(f"{name}, own rows (TrainBias)", x, tuple(f.own_rows for f in found)),
-            Line(f"{name}, others' rows (HeterBias)", x, tuple(f.other_rows for f in found)),
-        ]
-        panels["locality"].append(Line(name, x, far))
-        panels["bound"] += [
-            Line(f"{name}, covariance", x, tuple(f.covariance for f in found)),
-            Line(f"{name}, least pair", x, tuple(f.covariance_bound for f in found)),
-        ]
-        scored = [(r.round, r.metric(runs[0].headline.name)) for r in runs[0].records]
-        kept = [(float(round), float(value)) for round, value in scored if value is not None]
-        panels["test"].append(Line(name, tuple(r for r, _ in kept), tuple(v for _, v in kept)))
+        parts = Curves(title + (f": {name}" if len(groups) > 1 else ""), "mean over rows")
+        for n in names:
+            parts.line(n.replace("_", " "), x, [getattr(f, n) for f in found])
+        parts.line("averaged model's loss", x, averaged)
+        factors.append(parts)
+        bias.line(f"{name}, own rows (TrainBias)", x, [f.own_rows for f in found])
+        bias.line(f"{name}, others' rows (HeterBias)", x, [f.other_rows for f in found])
+        away.line(name, x, far)
+        bound.line(f"{name}, covariance", x, [f.covariance for f in found])
+        bound.line(f"{name}, least pair", x, [f.covariance_bound for f in found])
+        scores = {r.round: r.metric(runs[0].headline.name) for r in runs[0].records}
+        scored = [round for round, value in scores.items() if value is not None]
+        test.line(name, scored, [scores[round] for round in scored])
         notes += [f"{name}: {one}" for one in told]
-    headline = subjects[0].headline.name
     return Found(
-        [
-            *factors,
-            Lines("bias of client models", "round", "mean |y - E f|", tuple(panels["bias"])),
-            Lines("locality", "round", "max |w_k - w|", tuple(panels["locality"])),
-            Lines(f"test {headline}", "round", headline, tuple(panels["test"])),
-            Lines("covariance and its lower bound", "round", "sum", tuple(panels["bound"])),
-        ],
+        [*factors, bias, away, test, bound],
         [
             *notes,
             "train bias + heter bias + cross + variance + covariance = ensemble loss, exactly",
@@ -136,7 +128,7 @@ def _settings(subjects: Sequence[Subject]) -> list[list[Subject]]:
 
 def _decomposed(
     runs: Sequence[Subject], options: Options, tick: Tick
-) -> tuple[Numbers, list[Factors], Numbers, Numbers, list[str]]:
+) -> tuple[list[int], list[Factors], list[float], list[float], list[str]]:
     """Return rounds, factors, losses of the averaged model, locality and notes of one setting."""
     first = runs[0]
     whole = first.data.train
@@ -154,7 +146,7 @@ def _decomposed(
         mean = shares(weights).to(models.dtype) @ models
         averaged.append(squared_error(_probabilities(evaluator, mean[None])[0], labels))
         far.append(locality(models, mean, weights).farthest)
-        rounds.append(float(window[-1].round))
+        rounds.append(window[-1].round)
         tick(1)
     count = len(window)
     what = "seeds" if len(runs) > 1 else "late rounds"
@@ -163,7 +155,7 @@ def _decomposed(
         rows_note(evaluator, whole, "training"),
         f"expectation over {count} draws of each client's model ({what}){few}",
     ]
-    return tuple(rounds), factors, tuple(averaged), tuple(far), notes
+    return rounds, factors, averaged, far, notes
 
 
 def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]]:
@@ -199,9 +191,10 @@ def _windows(subjects: Sequence[Subject], draws: int) -> Iterator[list[Snapshot]
 )
 def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Average random subsets of an early, a middle and the last kept cohort of each run."""
-    means: list[Line] = []
-    ensembles: list[Line] = []
-    gaps = []
+    means = Curves("averaged model", "test error", "averaged models")
+    ensembles = Curves("ensemble of the same models", "test error", "models")
+    gap_axis = "log10 of max |w_k - w| as deviations are halved"
+    gaps = Curves("Lemma 1", "log10 of |ensemble - average|", gap_axis)
     notes = []
     for subject in subjects:
         name = label(subject, subjects)
@@ -215,24 +208,17 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
             ensemble = ensemble_by_count(evaluator, models, weights, key, options.count)
             gap = ensemble_gap(evaluator, models, weights, tick=tick)
             for curves, curve in ((means, mean), (ensembles, ensemble)):
-                band = (numbers(curve.low), numbers(curve.high))
-                curves.append(Line(at, numbers(curve.averaged), numbers(curve.mean), *band))
-            gaps.append(Line(at, numbers(gap.distance.log10()), numbers(gap.gap.log10())))
+                curves.line(at, curve.averaged, curve.mean, curve.low, curve.high)
+            gaps.line(at, gap.distance.log10(), gap.gap.log10())
             notes += [
                 f"{at}: {rows_note(evaluator, subject.data.test)}; error of one model "
                 f"{float(mean.mean[0]):.3g}, of all averaged {float(mean.mean[-1]):.3g}",
                 f"{at}: the gap falls as the distance to the power {gap.order:.2f}",
             ]
-    last = gaps[-1]
-    straight = tuple(last.y[-1] + 2 * (place - last.x[-1]) for place in last.x)
-    square = Line("slope 2", last.x, straight)
-    gap_axis = "log10 of max |w_k - w| as deviations are halved"
+    last = gaps.lines[-1]
+    gaps.line("slope 2", last.x, [last.y[-1] + 2 * (place - last.x[-1]) for place in last.x])
     return Found(
-        [
-            Lines("averaged model", "averaged models", "test error", tuple(means)),
-            Lines("ensemble of the same models", "models", "test error", tuple(ensembles)),
-            Lines("Lemma 1", gap_axis, "log10 of |ensemble - average|", (*gaps, square)),
-        ],
+        [means, ensembles, gaps],
         [*notes, f"{options.count} random subsets of each size; the band is their range"],
     )
 
@@ -246,26 +232,22 @@ def show_averaging(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the mean linear CKA of client models over rounds, and each run's last matrix."""
-    curves = []
+    curves = Curves("mean CKA of pairs", "linear CKA")
     last = []
     notes = []
     for subject in subjects:
-        tick = watch(f"cka, {label(subject, subjects)}", len(subject.snapshots.stored()))
-        rounds = []
-        means = []
+        name = label(subject, subjects)
+        tick = watch(f"cka, {name}", len(subject.snapshots.stored()))
         for snapshot in subject.kept():
             evaluator = ground_for(subject.data.test, subject, options, snapshot.buffers, 1000)
             matrix = cka_matrix(_probabilities(evaluator, _cohort(snapshot)[1]))
-            rounds.append(float(snapshot.round))
-            means.append(mean_of_pairs(matrix))
+            curves.point(name, snapshot.round, mean_of_pairs(matrix))
             tick(1)
-        name = label(subject, subjects)
-        curves.append(Line(name, tuple(rounds), tuple(means)))
         notes.append(f"{name}: {rows_note(evaluator, subject.data.test)}")
         ids = numbers(torch.arange(len(matrix)))
         title = f"linear CKA at round {snapshot.round}, {name}"
         last.append(Grid(title, "client of the cohort", "client", "CKA", ids, ids, table(matrix)))
-    return Found([Lines("mean CKA of pairs", "round", "linear CKA", tuple(curves)), *last], notes)
+    return Found([curves, *last], notes)
 
 
 @analysis(
@@ -273,24 +255,17 @@ def show_cka(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fou
 )
 def show_locality(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the largest and the mean distance, and the cohort's divergence, over rounds."""
-    far = []
-    spread = []
+    far = Curves("locality", "|w_k - w|")
+    spread = Curves("divergence of the newest models", "V")
     for subject in subjects:
-        distances = [
-            (float(s.round), locality(_cohort(s)[1], s.sent.to(_cohort(s)[1]), _cohort(s)[2]))
-            for s in subject.kept()
-        ]
-        x = tuple(r for r, _ in distances)
         name = label(subject, subjects)
-        far.append(Line(f"{name}, farthest", x, tuple(one.farthest for _, one in distances)))
-        far.append(Line(f"{name}, mean", x, tuple(one.mean for _, one in distances)))
-        spread.append(Line(name, x, tuple(one.divergence for _, one in distances)))
-    return Found(
-        [
-            Lines("locality", "round", "|w_k - w|", tuple(far)),
-            Lines("divergence of the newest models", "round", "V", tuple(spread)),
-        ]
-    )
+        for snapshot in subject.kept():
+            _, models, weights, _ = _cohort(snapshot)
+            distance = locality(models, snapshot.sent.to(models), weights)
+            far.point(f"{name}, farthest", snapshot.round, distance.farthest)
+            far.point(f"{name}, mean", snapshot.round, distance.mean)
+            spread.point(name, snapshot.round, distance.divergence)
+    return Found([far, spread])
 
 
 @analysis(
@@ -300,28 +275,19 @@ def show_locality(subjects: Sequence[Subject], options: Options, watch: Watch) -
 )
 def show_selection(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw what FedCDA recorded: V picked against V newest, age, share of older models."""
-    spread = []
-    ratio = []
-    age = []
-    older = []
+    spread = Curves("divergence", "V")
+    ratio = Curves("V of the picked over V of the newest", "ratio")
+    age = Curves("age of the picked models", "rounds")
+    older = Curves("older than the newest", "share of the cohort")
     for subject in subjects:
         x, noted = subject.notes("divergence_newest", "divergence", "age", "older")
         name = label(subject, subjects)
-        spread.append(Line(f"{name}, newest models", x, noted[0]))
-        spread.append(Line(f"{name}, picked models", x, noted[1]))
-        ratio.append(
-            Line(name, x, tuple(b / a if a else 1.0 for a, b in zip(*noted[:2], strict=True)))
-        )
-        age.append(Line(name, x, noted[2]))
-        older.append(Line(name, x, noted[3]))
-    return Found(
-        [
-            Lines("divergence", "round", "V", tuple(spread)),
-            Lines("V of the picked over V of the newest", "round", "ratio", tuple(ratio)),
-            Lines("age of the picked models", "round", "rounds", tuple(age)),
-            Lines("older than the newest", "round", "share of the cohort", tuple(older)),
-        ]
-    )
+        spread.line(f"{name}, newest models", x, noted[0])
+        spread.line(f"{name}, picked models", x, noted[1])
+        ratio.line(name, x, [b / a if a else 1.0 for a, b in zip(*noted[:2], strict=True)])
+        age.line(name, x, noted[2])
+        older.line(name, x, noted[3])
+    return Found([spread, ratio, age, older])
 
 
 @analysis(
@@ -332,19 +298,17 @@ def show_selection(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw gradient and heterogeneity coherence over the kept rounds."""
-    cohort = []
-    mean = []
-    mixes = []
-    groups = []
+    cohort = Curves("coherence of the cohort", "c_cohort")
+    mean = Curves("mean of pairs", "mean cos(g_i, g_j)")
+    mixes = Curves("heterogeneity coherence", "similarity")
+    groups = Curves("groups", "mean cos(g_i, g_j)")
     notes = []
-    marks = []
     held: list[BarSeries] = []
     for subject in subjects:
         name = label(subject, subjects)
         learnt = {r.round: r.notes["lambdas"] for r in subject.records if "lambdas" in r.notes}
         rounds = []
         coherences = []
-        overlap = []
         grouped = []
         for snapshot in subject.kept():
             start, models, weights, clients = _cohort(snapshot)
@@ -353,33 +317,30 @@ def show_coherence(subjects: Sequence[Subject], options: Options, watch: Watch) 
             if weighed.shape == share.shape:  # fedcda(merge=fedlaw) weighs other clients too
                 share = weighed
             coherences.append(gradient_coherence(start, models, share))
+            cohort.point(name, snapshot.round, coherences[-1].cohort)
+            mean.point(name, snapshot.round, coherences[-1].mean)
             if "class_labels" in subject.task.provides:
-                overlap.append(heterogeneity_coherence(subject.data.counts, clients, share))
+                overlap = heterogeneity_coherence(subject.data.counts, clients, share)
+                mixes.point(f"{name}, 1 - TV", snapshot.round, overlap.one_minus_tv)
+                mixes.point(f"{name}, cosine", snapshot.round, overlap.cosine)
             grouped.append(group_coherence(coherences[-1].pairs, clients.tolist(), options.groups))
             rounds.append(snapshot.round)
-        x = numbers(rounds)
-        cohort.append(Line(name, x, tuple(one.cohort for one in coherences)))
-        mean.append(Line(name, x, tuple(one.mean for one in coherences)))
-        if overlap:
-            mixes.append(Line(f"{name}, 1 - TV", x, tuple(one.one_minus_tv for one in overlap)))
-            mixes.append(Line(f"{name}, cosine", x, tuple(one.cosine for one in overlap)))
         for a, b in grouped[-1]:
             where = f"{name}, group {a + 1}" + ("" if a == b else f" with {b + 1}")
-            groups.append(Line(where, x, tuple(one[a, b] for one in grouped)))
+            groups.line(where, rounds, [one[a, b] for one in grouped])
         crossed = critical_round(rounds, [one.cohort for one in coherences])
         notes.append(f"{subject.name}: critical round {crossed or 'not reached'} (of those kept)")
         if crossed is not None:
             on_curve = coherences[rounds.index(crossed)].cohort
-            marks.append(Mark(f"critical round, {name}", float(crossed), on_curve))
-        if overlap:
+            cohort.marks.append(Mark(f"critical round, {name}", float(crossed), on_curve))
+        if "class_labels" in subject.task.provides:
             held += _mixes(subject, name, clients, share, shares(weights))
     size = numbers(torch.arange(len(coherences[-1].pairs)))
     title = f"cos(g_i, g_j) at round {rounds[-1]}, {name}"
-    panels: list[Panel] = [
-        Lines("coherence of the cohort", "round", "c_cohort", tuple(cohort), tuple(marks)),
-        Lines("mean of pairs", "round", "mean cos(g_i, g_j)", tuple(mean)),
-        *([Lines("groups", "round", "mean cos(g_i, g_j)", tuple(groups))] if groups else []),
-        *([Lines("heterogeneity coherence", "round", "similarity", tuple(mixes))] if mixes else []),
+    panels: list[Panel | Curves] = [
+        cohort,
+        mean,
+        *(curves for curves in (groups, mixes) if curves.lines),
         Grid(
             title, "client of the cohort", "client", "cos", size, size, table(coherences[-1].pairs)
         ),
@@ -413,8 +374,8 @@ def _mixes(
 )
 def show_lambdas(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw gamma, and each client's lambda or the mean of each group, over rounds."""
-    gammas = []
-    panels: list[Panel] = []
+    gammas = Curves("gamma", "gamma")
+    panels = []
     notes = []
     for subject in subjects:
         name = label(subject, subjects)
@@ -422,23 +383,20 @@ def show_lambdas(subjects: Sequence[Subject], options: Options, watch: Watch) ->
         cohorts = [subject.data.cohort(r.round).tolist() for r in records]
         lambdas = [np.atleast_1d(r.notes["lambdas"]).tolist() for r in records]
         told = [dict(zip(c, w, strict=True)) for c, w in zip(cohorts, lambdas, strict=True)]
-        x = numbers([r.round for r in records])
         if any("gamma" in r.notes for r in records):
             at, (values,) = subject.notes("gamma")
-            gammas.append(Line(name, at, values))
+            gammas.line(name, at, values)
         every = sorted({client for one in told for client in one})
         groups = options.groups or tuple(frozenset({client}) for client in every)
-        lines = []
-        for place, group in enumerate(groups, start=1):
-            said = f"group {place}" if options.groups else f"client {min(group)}"
-            lines.append(Line(said, x, tuple(_mean_of(one, group) for one in told)))
         title = "mean lambda of each group" if options.groups else "lambda of each client"
-        panels.append(Lines(f"{title}: {name}", "round", "lambda", tuple(lines)))
+        curves = Curves(f"{title}: {name}", "lambda")
+        for place, group in enumerate(groups, start=1):
+            which = f"group {place}" if options.groups else f"client {min(group)}"
+            curves.line(which, [r.round for r in records], [_mean_of(one, group) for one in told])
+        panels.append(curves)
         count = sum(len(one) for one in told) / len(told)
         notes.append(f"{name}: an even share is 1 / {count:.3g} = {1 / count:.3g}")
-    if gammas:
-        panels.insert(0, Lines("gamma", "round", "gamma", tuple(gammas)))
-    return Found(panels, notes)
+    return Found([*([gammas] if gammas.lines else []), *panels], notes)
 
 
 def _mean_of(told: dict[int, float], group: frozenset[int]) -> float:

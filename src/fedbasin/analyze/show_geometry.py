@@ -13,6 +13,7 @@ from fedbasin.analyze.shrinking import Rescaled, rescale
 from fedbasin.analyze.simplex import weight_plane
 from fedbasin.analyze.subject import (
     AnalysisError,
+    Curves,
     Found,
     Model,
     Options,
@@ -28,7 +29,7 @@ from fedbasin.analyze.subject import (
     table,
 )
 from fedbasin.core.evaluator import Evaluator, Tick
-from fedbasin.core.figure_data import Grid, Line, Lines, Mark, Panel
+from fedbasin.core.figure_data import Grid, Line, Mark, Panel
 from fedbasin.core.rng import root
 from fedbasin.core.snapshot import Snapshot
 from fedbasin.core.vectors import shares
@@ -49,10 +50,8 @@ def show_line(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fo
         raise AnalysisError(f"lines need --models in pairs, got {len(named)}")
     positions = torch.linspace(-options.margin, 1 + options.margin, options.grid())
     tick = watch("line", len(positions) * len(named) // 2)
-    curves: dict[str, list[Line]] = {}
-    marks: dict[str, list[Mark]] = {}
+    panels: dict[str, Curves] = {}
     notes = []
-    x = numbers(positions)
     for pair in zip(named[::2], named[1::2], strict=True):
         ends = [resolve(subjects, name) for name in pair]
         name = f"{_called(subjects, ends[0].name)} to {_called(subjects, ends[1].name)}"
@@ -60,20 +59,15 @@ def show_line(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fo
         found = line(evaluator, ends[0].vector, ends[1].vector, positions, tick)
         both = line(evaluator, ends[0].vector, ends[1].vector, torch.tensor([0.0, 1.0]))
         for title, values in _measures(evaluator, found):
-            curves.setdefault(title, []).append(Line(name, x, numbers(values)))
+            axis = "position: 0 is the first model, 1 the second"
+            panels.setdefault(title, Curves(title, title, axis)).line(name, positions, values)
         for title, values in _measures(evaluator, both):
-            places = marks.setdefault(title, [])
-            places += [
+            panels[title].marks += [
                 Mark(f"{_called(subjects, end.name)}", float(at), float(value))
                 for at, end, value in zip((0, 1), ends, values, strict=True)
             ]
         notes.append(_told(name, ends, found))
-    panels = [
-        Lines(title, "position: 0 is the first model, 1 the second", title, tuple(lines),
-              tuple(marks[title]))
-        for title, lines in curves.items()
-    ]  # fmt: skip
-    return Found(panels, [rows_note(evaluator, first.data.test), *notes])
+    return Found([*panels.values()], [rows_note(evaluator, first.data.test), *notes])
 
 
 def _called(subjects: Sequence[Subject], reference: str) -> str:
@@ -226,22 +220,17 @@ def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) 
     """Draw the loss of gamma w for gamma from 0.9 to 1.1."""
     gammas = torch.linspace(0.9, 1.1, options.grid())
     tick = watch("rescaling", len(gammas) * len(subjects))
-    lines: dict[str, list[Line]] = {}
+    panels: dict[str, Curves] = {}
     notes = []
-    x = numbers(gammas)
     for subject in subjects:
         model = subject.last_model()
         evaluator = ground_for(subject.data.test, subject, options, model.buffers, 2000)
         curve = rescale(evaluator, model.vector, gammas, tick)
         for title, values in _measures(evaluator, curve):
-            one = Line(label(subject, subjects), x, numbers(values))
-            lines.setdefault(title, []).append(one)
+            curves = panels.setdefault(title, Curves(title, f"{title} of gamma w", "gamma"))
+            curves.line(label(subject, subjects), gammas, values)
         notes.append(f"{subject.name}: {model.name}, {rows_note(evaluator, subject.data.test)}")
-    panels = [
-        Lines(title, "gamma", f"{title} of gamma w", tuple(curves))
-        for title, curves in lines.items()
-    ]
-    return Found(panels, notes)
+    return Found([*panels.values()], notes)
 
 
 @analysis(
@@ -253,44 +242,30 @@ def show_rescaling(subjects: Sequence[Subject], options: Options, watch: Watch) 
 )
 def show_hessian(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw top eigenvalues over rounds and the slice along the last model's sharpest direction."""
-    tops = []
-    ratios = []
-    slices = []
+    tops = Curves("largest eigenvalue", "lambda_1")
+    ratios = Curves("ratio of eigenvalues", f"lambda_1 / lambda_{options.count}")
+    slices = Curves("slice along v_1", "training loss", "step along v_1")
     notes = []
     for subject in subjects:
         name = label(subject, subjects)
         tick = watch(f"hessian of {name}", 0)
-        rounds = []
-        top = []
-        ratio = []
         for model in subject.models():
             evaluator = ground_for(subject.data.train, subject, options, model.buffers, 1000)
             vector = on_device(model.vector, evaluator)
             product = hessian_product(evaluator, vector)
             key = root(subject.seed).fold("hessian", model.round)
             eigen = top_eigenvalues(product, vector, key, count=options.count, tick=tick)
-            rounds.append(float(model.round))
-            top.append(float(eigen.values[0]))
-            ratio.append(eigen.ratio)
+            tops.point(name, model.round, eigen.values[0])
+            ratios.point(name, model.round, eigen.ratio)
         steps = torch.linspace(-1, 1, options.grid())
         along = slice_along(evaluator, vector, eigen.vectors[0], steps, tick)
-        tops.append(Line(name, tuple(rounds), tuple(top)))
-        ratios.append(Line(name, tuple(rounds), tuple(ratio)))
-        slices.append(Line(name, numbers(steps), numbers(along.loss)))
+        slices.line(name, steps, along.loss)
         values = ", ".join(f"{v:.4g}" for v in eigen.values.tolist())
         notes.append(
             f"{subject.name}, {model.name}: eigenvalues {values}; |H v - lambda v| = "
             f"{eigen.residual:.2g}; {rows_note(evaluator, subject.data.train, 'training')}"
         )
-    top_name = f"lambda_1 / lambda_{options.count}"
-    return Found(
-        [
-            Lines("largest eigenvalue", "round", "lambda_1", tuple(tops)),
-            Lines("ratio of eigenvalues", "round", top_name, tuple(ratios)),
-            Lines("slice along v_1", "step along v_1", "training loss", tuple(slices)),
-        ],
-        notes,
-    )
+    return Found([tops, ratios, slices], notes)
 
 
 @analysis(
@@ -326,10 +301,9 @@ def show_weights(subjects: Sequence[Subject], options: Options, watch: Watch) ->
     position = numbers(found.position)
     marks = (Mark("FedAvg", average[0], average[1]), Mark("best", *path[-1, :2].tolist()))
     line_ = Line("optimum by round", numbers(path[:, 0]), numbers(path[:, 1]))
-    rounds = numbers(kept)
-    curves = tuple(
-        Line(f"client {client}", rounds, numbers(path[:, i])) for i, client in enumerate(chosen)
-    )
+    curves = Curves("best weights", "weight of least test loss")
+    for i, client in enumerate(chosen):
+        curves.line(f"client {client}", kept, path[:, i])
     title = f"test loss at round {kept[-1]}"
     values = table(found.loss)
     grid = Grid(
@@ -337,7 +311,7 @@ def show_weights(subjects: Sequence[Subject], options: Options, watch: Watch) ->
         (line_,),
     )  # fmt: skip
     return Found(
-        [grid, Lines("best weights", "round", "weight of least test loss", curves)],
+        [grid, curves],
         [
             rows_note(evaluator, subject.data.test),
             f"the rest of the weight is client {chosen[2]}'s",

@@ -15,6 +15,7 @@ from fedbasin.analyze.neurons import neuron_concentration
 from fedbasin.analyze.shrinking import histogram, pulls
 from fedbasin.analyze.subject import (
     AnalysisError,
+    Curves,
     Found,
     Options,
     Subject,
@@ -27,7 +28,7 @@ from fedbasin.analyze.subject import (
     rows_note,
 )
 from fedbasin.core.evaluator import Evaluator
-from fedbasin.core.figure_data import Bars, BarSeries, Cell, Line, Lines, Numbers, Panel, Table
+from fedbasin.core.figure_data import Bars, BarSeries, Cell, Numbers, Table
 
 _FEW = 12  # at most so many layers are drawn one by one
 
@@ -39,11 +40,11 @@ _FEW = 12  # at most so many layers are drawn one by one
 )
 def show_shrinking(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw what FedLAW recorded, and the norm and spread of parameters of any run."""
-    gamma = []
-    terms = []
-    ratio = []
-    norms = []
-    spread = []
+    gamma = Curves("gamma", "gamma")
+    terms = Curves("the two pulls", "norm")
+    ratio = Curves("ratio r", "|gamma g| / |(1 - gamma) w|", log_y=True)
+    norms = Curves("norm of the model", "|w|")
+    spread = Curves("parameters", "share of parameters", "value", log_y=True)
     models = [subject.last_model() for subject in subjects]
     reach = max(float(model.vector.abs().max()) for model in models)
     notes = []
@@ -51,10 +52,10 @@ def show_shrinking(subjects: Sequence[Subject], options: Options, watch: Watch) 
     for subject, model in zip(subjects, models, strict=True):
         name = label(subject, subjects)
         every = {r.round: r.model_norm for r in subject.records if r.model_norm is not None}
-        norms.append(Line(name, numbers(list(every)), numbers(list(every.values()))))
+        norms.line(name, [*every], [*every.values()])
         distribution = histogram(model.vector, reach=reach)
         middle = (distribution.edges[:-1] + distribution.edges[1:]) / 2
-        spread.append(Line(name, numbers(middle), numbers(distribution.share)))
+        spread.line(name, middle, distribution.share)
         near = (
             f"{100 * distribution.near_zero:.1f} % of parameters within {reach / 100:.2g} of zero"
         )
@@ -64,25 +65,14 @@ def show_shrinking(subjects: Sequence[Subject], options: Options, watch: Watch) 
         x, (gammas, gradients, recorded) = subject.notes("gamma", "gradient_norm", "ratio")
         before = numbers([every.get(int(round) - 1) for round in x])
         parts = pulls(*(torch.tensor(v, dtype=torch.float64) for v in (gammas, gradients, before)))
-        gamma.append(Line(name, x, gammas))
-        terms.append(Line(f"{name}, |gamma g|", x, numbers(parts.step)))
-        terms.append(Line(f"{name}, |(1 - gamma) w|", x, numbers(parts.pull)))
-        ratio.append(Line(name, x, recorded))
+        gamma.line(name, x, gammas)
+        terms.line(f"{name}, |gamma g|", x, parts.step)
+        terms.line(f"{name}, |(1 - gamma) w|", x, parts.pull)
+        ratio.line(name, x, recorded)
         notes.append(f"{name}: {_bounds(gammas, recorded)}")
         ratios[name] = torch.tensor([r for r in recorded if np.isfinite(r)], dtype=torch.float64)
-    panels: list[Panel] = []
-    if gamma:
-        panels = [
-            Lines("gamma", "round", "gamma", tuple(gamma)),
-            Lines("the two pulls", "round", "norm", tuple(terms)),
-            Lines("ratio r", "round", "|gamma g| / |(1 - gamma) w|", tuple(ratio), log_y=True),
-            Lines("distribution of r", "r", "share of rounds", _spread_of(ratios)),
-        ]
-    panels += [
-        Lines("norm of the model", "round", "|w|", tuple(norms)),
-        Lines("parameters", "value", "share of parameters", tuple(spread), log_y=True),
-    ]
-    return Found(panels, notes)
+    fitted = [gamma, terms, ratio, _distribution_of(ratios)] if ratios else []
+    return Found([*fitted, norms, spread], notes)
 
 
 def _bounds(gammas: Numbers, ratios: Numbers) -> str:
@@ -97,17 +87,16 @@ def _bounds(gammas: Numbers, ratios: Numbers) -> str:
     return f"{told}; above 1 in {sum(gamma > 1 for gamma in gammas)}"
 
 
-def _spread_of(ratios: dict[str, Tensor]) -> tuple[Line, ...]:
-    """Return the distribution of r of each run over bins they share, up to the 95 % quantile."""
+def _distribution_of(ratios: dict[str, Tensor]) -> Curves:
+    """Draw the distribution of r of each run over bins they share, up to the 95 % quantile."""
+    curves = Curves("distribution of r", "share of rounds", "r")
     pooled = torch.cat([*ratios.values()])
-    if not len(pooled):
-        return ()
-    edges = np.linspace(0, float(pooled.quantile(0.95)), 21)
-    middle = numbers((edges[:-1] + edges[1:]) / 2)
-    return tuple(
-        Line(name, middle, numbers(np.histogram(one, edges)[0] / max(len(one), 1)))
-        for name, one in ratios.items()
-    )
+    if len(pooled):
+        edges = np.linspace(0, float(pooled.quantile(0.95)), 21)
+        middle = (edges[:-1] + edges[1:]) / 2
+        for name, one in ratios.items():
+            curves.line(name, middle, np.histogram(one, edges)[0] / max(len(one), 1))
+    return curves
 
 
 @analysis(
@@ -119,8 +108,11 @@ def _spread_of(ratios: dict[str, Tensor]) -> tuple[Line, ...]:
 )
 def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw both definitions over rounds, and every layer of each run."""
-    means: dict[str, list[Line]] = {"by class": [], "by mass": []}
-    panels: list[Panel] = []
+    means = {
+        which: Curves(f"mean concentration {which} (reconstruction)", "concentration")
+        for which in ("by class", "by mass")
+    }
+    panels = []
     notes = ["RECONSTRUCTION: the paper's definition is not at hand"]
     for subject in subjects:
         name = label(subject, subjects)
@@ -134,25 +126,19 @@ def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) ->
             )
             rounds.append(model.round)
             tick(1)
-        x = numbers(rounds)
-        for which, lines in means.items():
+        for which, mean in means.items():
             layers = torch.stack(
                 [one.by_class if which == "by class" else one.by_mass for one in concentrations]
             )
-            lines.append(Line(name, x, numbers(layers.nanmean(1))))
-            shown = concentrations[0].layers[:_FEW]
-            curves = [Line(n, x, numbers(layers[:, i])) for i, n in enumerate(shown)]
+            mean.line(name, rounds, layers.nanmean(1))
             title = f"{name}: concentration {which}, layers (reconstruction)"
-            if len(curves) > 1:  # one layer is its own mean
-                panels.append(Lines(title, "round", "concentration", tuple(curves)))
+            curves = Curves(title, "concentration")
+            for i, layer in enumerate(concentrations[0].layers[:_FEW]):
+                curves.line(layer, rounds, layers[:, i])
+            if len(curves.lines) > 1:  # one layer is its own mean
+                panels.append(curves)
         notes.append(f"{subject.name}: {rows_note(evaluator, subject.data.test)}")
-    tops = [
-        Lines(
-            f"mean concentration {which} (reconstruction)", "round", "concentration", tuple(lines)
-        )
-        for which, lines in means.items()
-    ]
-    return Found([*tops, *panels], notes)
+    return Found([*means.values(), *panels], notes)
 
 
 @analysis(
@@ -165,34 +151,30 @@ def show_neurons(subjects: Sequence[Subject], options: Options, watch: Watch) ->
 def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw the last accuracy of each class, and the thirds over the kept rounds."""
     bars = []
-    over_rounds = []
+    thirds = Curves("thirds", "mean accuracy of the classes")
     rows = []
     notes = []
     for subject in subjects:
         name = label(subject, subjects)
         counts = subject.data.counts.sum(0)
         tick = watch(f"classes, {name}", len(subject.snapshots.stored()) or 1)
-        rounds = []
-        accuracies = []
         for model in subject.models():
             evaluator = ground_for(subject.data.test, subject, options, model.buffers, 0)
             answers = evaluator.task.answers(evaluator.outputs(model.vector[None])[0])
-            accuracies.append(accuracy_by_class(answers, evaluator.labels, counts))
-            rounds.append(model.round)
+            accuracy = accuracy_by_class(answers, evaluator.labels, counts)
+            for third, value in zip(THIRDS, accuracy.thirds, strict=True):
+                thirds.point(f"{name}, {third}", model.round, value)
             tick(1)
-        bars.append(BarSeries(name, numbers(accuracies[-1].accuracy)))
-        rows.append((name, *accuracies[-1].thirds.tolist()))
-        for i, third in enumerate(THIRDS):
-            values = tuple(float(one.thirds[i]) for one in accuracies)
-            over_rounds.append(Line(f"{name}, {third}", numbers(rounds), values))
+        bars.append(BarSeries(name, numbers(accuracy.accuracy)))
+        rows.append((name, *accuracy.thirds.tolist()))
         notes.append(
-            f"{subject.name}, round {rounds[-1]}: {rows_note(evaluator, subject.data.test)}"
+            f"{subject.name}, round {model.round}: {rows_note(evaluator, subject.data.test)}"
         )
     names = subjects[0].data.class_names
     return Found(
         [
             Bars("accuracy by class", "class", "accuracy", names, tuple(bars)),
-            Lines("thirds", "round", "mean accuracy of the classes", tuple(over_rounds)),
+            thirds,
             Table("last kept round", ("run", *THIRDS), tuple(rows)),
         ],
         [*notes, "thirds: classes ordered by their training rows, most first"],
@@ -208,38 +190,27 @@ def show_classes(subjects: Sequence[Subject], options: Options, watch: Watch) ->
 )
 def show_collapse(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw cosines of classifier rows and features over the kept rounds."""
-    rows = []
-    align = []
-    other = []
+    rows = Curves("cosine between classifier rows within a third", "mean cos(a_c, a_d)")
+    align = Curves("classifier row and mean feature (NC3)", "mean cos")
+    other = Curves("spread of class means", "NC1, NC2", log_y=True)
     for subject in subjects:
         name = label(subject, subjects)
         counts = subject.data.counts.sum(0)
         tick = watch(f"collapse, {name}", len(subject.snapshots.stored()) or 1)
-        rounds = []
-        collapses = []
         for model in subject.models():
             evaluator = ground_for(subject.data.test, subject, options, model.buffers, 0)
             vector = on_device(model.vector, evaluator)
             head = _head(evaluator, vector)
             features = _features(evaluator, vector)
-            collapses.append(collapse(head, features, evaluator.labels, counts))
-            rounds.append(model.round)
+            geometry = collapse(head, features, evaluator.labels, counts)
+            for i, third in enumerate(THIRDS):
+                rows.point(f"{name}, {third}", model.round, geometry.rows[i])
+                align.point(f"{name}, {third}", model.round, geometry.align[i])
+            other.point(f"{name}, spread (NC2)", model.round, geometry.spread)
+            other.point(f"{name}, within (NC1)", model.round, geometry.within)
             tick(1)
-        x = numbers(rounds)
-        for i, third in enumerate(THIRDS):
-            rows.append(Line(f"{name}, {third}", x, tuple(float(f.rows[i]) for f in collapses)))
-            align.append(Line(f"{name}, {third}", x, tuple(float(f.align[i]) for f in collapses)))
-        other.append(Line(f"{name}, spread (NC2)", x, tuple(f.spread for f in collapses)))
-        other.append(Line(f"{name}, within (NC1)", x, tuple(f.within for f in collapses)))
-    title = "cosine between classifier rows within a third"
-    return Found(
-        [
-            Lines(title, "round", "mean cos(a_c, a_d)", tuple(rows)),
-            Lines("classifier row and mean feature (NC3)", "round", "mean cos", tuple(align)),
-            Lines("spread of class means", "round", "NC1, NC2", tuple(other), log_y=True),
-        ],
-        ["towards 1 in the first panel: scarce classes collapse onto each other"],
-    )
+    note = "towards 1 in the first panel: scarce classes collapse onto each other"
+    return Found([rows, align, other], [note])
 
 
 def _head(evaluator: Evaluator, vector: Tensor) -> Tensor:
@@ -273,22 +244,18 @@ def show_curves(subjects: Sequence[Subject], options: Options, watch: Watch) -> 
     headline = subjects[0].headline
     target = headline.usual_target if options.target is None else options.target
     statistics = [curve_statistics(s.records, target, s.headline) for s in subjects]
-    raw = []
-    smoothed = []
+    raw = Curves(f"test {headline.name}", headline.name)
+    smoothed = Curves("smoothed (Savitzky-Golay, 11, 2)", headline.name)
     rows: list[tuple[Cell, ...]] = []
     for subject, one in zip(subjects, statistics, strict=True):
         name = label(subject, subjects)
-        raw.append(Line(name, numbers(one.rounds), numbers(one.values)))
-        smoothed.append(Line(name, numbers(one.rounds), numbers(one.smoothed)))
+        raw.line(name, one.rounds, one.values)
+        smoothed.line(name, one.rounds, one.smoothed)
         rows.append((name, one.final, one.rounds_to_target, one.roughness, one.drop, one.area))
     reached = "rounds to target" if target is None else f"rounds to {target:g}"
     worst = "largest drop" if headline.higher_is_better else "largest rise"
     columns = ("run", "final", reached, "roughness", worst, "area")
-    panels: list[Panel] = [
-        Lines(f"test {headline.name}", "round", headline.name, tuple(raw)),
-        Lines("smoothed (Savitzky-Golay, 11, 2)", "round", headline.name, tuple(smoothed)),
-        Table("learning curves", columns, tuple(rows)),
-    ]
+    panels: list[Curves | Table] = [raw, smoothed, Table("learning curves", columns, tuple(rows))]
     equal = _participation(subjects, statistics)
     if equal:
         needs = f"{subjects[0].method} needs"

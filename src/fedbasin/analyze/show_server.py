@@ -12,6 +12,7 @@ from fedbasin.analyze.fitting import settled, way_left
 from fedbasin.analyze.following import follow, full_gradient
 from fedbasin.analyze.subject import (
     AnalysisError,
+    Curves,
     Found,
     Options,
     Subject,
@@ -19,11 +20,9 @@ from fedbasin.analyze.subject import (
     analysis,
     ground_for,
     label,
-    numbers,
     on_device,
     rows_note,
 )
-from fedbasin.core.figure_data import Line, Lines, Panel
 from fedbasin.core.record import RoundRecord
 
 _STAGES = 3
@@ -38,9 +37,9 @@ _ALIKE = 1e-6  # steps that differ by rounding alone
 )
 def show_fit(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw gamma in an early, a middle and the last round of each run, and lambda in the last."""
-    gammas = []
-    left = []
-    panels: list[Panel] = []
+    gammas = Curves("gamma", "gamma", "server epoch")
+    left = Curves("share of the way left", "share", "server epoch")
+    panels = []
     notes = []
     for subject in subjects:
         name = label(subject, subjects)
@@ -48,30 +47,22 @@ def show_fit(subjects: Sequence[Subject], options: Options, watch: Watch) -> Fou
         for record in stages:
             at = f"{name}, round {record.round}"
             path = _path(record)
-            epochs = numbers(torch.arange(len(path)))
-            gammas.append(Line(at, epochs, numbers(path[:, -1])))
+            epochs = range(len(path))
+            gammas.line(at, epochs, path[:, -1])
             told = []
             for what, part in (("gamma", path[:, -1:]), ("lambda", path[:, :-1])):
                 share = way_left(part)
                 if bool(share.isnan().any()):
                     told.append(f"{what} does not move")
                     continue
-                left.append(Line(f"{at}, {what}", epochs, numbers(share)))
+                left.line(f"{at}, {what}", epochs, share)
                 told.append(f"{what} has 5 % of its way left from epoch {settled(share)} on")
             notes.append(f"{at}: {', '.join(told)} (of {len(path) - 1})")
         last = stages[-1]
         cohort = subject.data.cohort(last.round).tolist()
-        lines = _weights(_path(last), cohort, options)
         title = f"lambda: {name}, round {last.round}"
-        panels.append(Lines(title, "server epoch", "lambda", lines))
-    return Found(
-        [
-            Lines("gamma", "server epoch", "gamma", tuple(gammas)),
-            *panels,
-            Lines("share of the way left", "server epoch", "share", tuple(left)),
-        ],
-        notes,
-    )
+        panels.append(_weights(title, _path(last), cohort, options))
+    return Found([gammas, *panels, left], notes)
 
 
 def _stages(subject: Subject) -> list[RoundRecord]:
@@ -94,17 +85,16 @@ def _path(record: RoundRecord) -> Tensor:
     return flat.reshape(-1, clients + 1)
 
 
-def _weights(path: Tensor, cohort: Sequence[int], options: Options) -> tuple[Line, ...]:
-    """Return each client's lambda, or the mean of each group, by epoch."""
-    epochs = numbers(torch.arange(len(path)))
+def _weights(title: str, path: Tensor, cohort: Sequence[int], options: Options) -> Curves:
+    """Draw each client's lambda, or the mean of each group, by epoch."""
     groups = options.groups or tuple(frozenset({client}) for client in cohort)
-    lines = []
+    curves = Curves(title, "lambda", "server epoch")
     for number, group in enumerate(groups, start=1):
         places = [place for place, client in enumerate(cohort) if client in group]
         if places:
-            said = f"group {number}" if options.groups else f"client {min(group)}"
-            lines.append(Line(said, epochs, numbers(path[:, places].mean(1))))
-    return tuple(lines)
+            name = f"group {number}" if options.groups else f"client {min(group)}"
+            curves.line(name, range(len(path)), path[:, places].mean(1))
+    return curves
 
 
 @analysis(
@@ -116,17 +106,15 @@ def _weights(path: Tensor, cohort: Sequence[int], options: Options) -> tuple[Lin
 )
 def show_gradient(subjects: Sequence[Subject], options: Options, watch: Watch) -> Found:
     """Draw how well each round's step, and the plain mean of its clients, follow the gradient."""
-    cosines = []
-    errors = []
-    drift = []
+    cosines = Curves("cosine of step and steepest descent", "cosine")
+    errors = Curves("epsilon_r / |grad f|^2, least over gamma", "share")
+    drift = Curves("last term of U_r", "mean |y_i - x|^2")
     notes = []
     for subject in subjects:
         name = label(subject, subjects)
         tick = watch(f"gradient, {name}", len(subject.snapshots.stored()))
-        rounds = []
         taken = []
         even = []
-        far = []
         for snapshot in subject.kept():
             assert snapshot.start is not None and snapshot.models is not None
             whole = subject.data.train
@@ -135,19 +123,11 @@ def show_gradient(subjects: Sequence[Subject], options: Options, watch: Watch) -
             updates = (snapshot.models - snapshot.start).cpu()
             taken.append(follow(slope, (snapshot.sent - snapshot.start).cpu()))
             even.append(follow(slope, updates.mean(0)))
-            far.append(float(updates.double().square().sum(1).mean()))
-            rounds.append(float(snapshot.round))
+            for which, step in ((name, taken[-1]), (f"{name}, clients alike", even[-1])):
+                cosines.point(which, snapshot.round, step.cosine)
+                errors.point(which, snapshot.round, step.error)
+            drift.point(name, snapshot.round, updates.double().square().sum(1).mean())
             tick(1)
-        x = tuple(rounds)
-        cosines += [
-            Line(name, x, tuple(one.cosine for one in taken)),
-            Line(f"{name}, clients alike", x, tuple(one.cosine for one in even)),
-        ]
-        errors += [
-            Line(name, x, tuple(one.error for one in taken)),
-            Line(f"{name}, clients alike", x, tuple(one.error for one in even)),
-        ]
-        drift.append(Line(name, x, tuple(far)))
         closer = sum(a.error < b.error - _ALIKE for a, b in zip(taken, even, strict=True))
         notes.append(
             f"{name}: {rows_note(evaluator, whole, 'training')}; mean cosine "
@@ -155,11 +135,5 @@ def show_gradient(subjects: Sequence[Subject], options: Options, watch: Watch) -
             f"{np.mean([one.cosine for one in even]):.3f}; the step taken is closer in {closer} "
             f"of {len(taken)} rounds"
         )
-    return Found(
-        [
-            Lines("cosine of step and steepest descent", "round", "cosine", tuple(cosines)),
-            Lines("epsilon_r / |grad f|^2, least over gamma", "round", "share", tuple(errors)),
-            Lines("last term of U_r", "round", "mean |y_i - x|^2", tuple(drift)),
-        ],
-        [*notes, "clients alike: the plain mean of the clients' updates (Lemma 3)"],
-    )
+    alike = "clients alike: the plain mean of the clients' updates (Lemma 3)"
+    return Found([cosines, errors, drift], [*notes, alike])

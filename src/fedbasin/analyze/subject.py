@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedbasin.core.catalogue import cards
 from fedbasin.core.evaluator import Evaluator, Tick, no_tick
-from fedbasin.core.figure_data import Analysis, Numbers, Panel
+from fedbasin.core.figure_data import Analysis, Line, Lines, Mark, Numbers, Panel
 from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.rng import root
 from fedbasin.core.snapshot import Snapshot, Snapshots
@@ -34,6 +34,7 @@ _NEEDS: dict[Provided, str] = {
     "row_losses": "a loss that adds up over rows",
 }
 Watch = Callable[[str, int], Tick]  # (what, how many) -> where progress goes
+Values = Tensor | np.ndarray | Sequence[float | None]
 _REFERENCE = re.compile(
     r"(?:(\d+)/)?(score|send|start|mean|client(\d+)):(\d+|last)|(?:(\d+)/)?final"
 )
@@ -199,10 +200,43 @@ class Options:
         return default if self.points is None else self.points
 
 
+@dataclass
+class Curves:
+    """A panel of lines that an analysis draws point by point, or line by line."""
+
+    title: str
+    y_label: str
+    x_label: str = "round"
+    log_y: bool = False
+    lines: list[Line] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+    def point(self, name: str, x: float, y: float | Tensor) -> None:
+        """Go on with the last line of a name.
+
+        A point that is not further right begins another line: a run may be given twice.
+        """
+        places = [place for place, line in enumerate(self.lines) if line.name == name]
+        if not places or self.lines[places[-1]].x[-1] >= x:
+            self.line(name, [x], [float(y)])
+            return
+        before = self.lines[places[-1]]
+        self.lines[places[-1]] = Line(name, (*before.x, float(x)), (*before.y, float(y)))
+
+    def line(self, name: str, x: Values, y: Values, low: Values = (), high: Values = ()) -> None:
+        """Add a whole line, with a band around it or without."""
+        self.lines.append(Line(name, *map(numbers, (x, y, low, high))))
+
+    def panel(self) -> Lines:
+        """Return what was drawn."""
+        lines = tuple(self.lines)
+        return Lines(self.title, self.x_label, self.y_label, lines, tuple(self.marks), self.log_y)
+
+
 class Found(NamedTuple):
     """What an analysis finds."""
 
-    panels: Sequence[Panel]
+    panels: Sequence[Panel | Curves]
     notes: Sequence[str] = ()
 
 
@@ -238,7 +272,8 @@ class Entry:
         """Make the analysis of some runs; a run of a task that it is not for is an error."""
         for subject in subjects:
             self._check_task(subject)
-        panels, notes = self.make(subjects, options or Options(), watch)
+        found, notes = self.make(subjects, options or Options(), watch)
+        panels = [one.panel() if isinstance(one, Curves) else one for one in found]
         runs = tuple(subject.name for subject in subjects)
         return Analysis(self.name, self.title, self.source, runs, tuple(panels), tuple(notes))
 
@@ -359,7 +394,7 @@ def rows_note(used: Evaluator, whole: Evaluator, what: str = "test") -> str:
     return f"measured on {len(used):,} of {len(whole):,} {what} rows"
 
 
-def numbers(values: Tensor | np.ndarray | Sequence[float | None]) -> Numbers:
+def numbers(values: Values) -> Numbers:
     """Return numbers as figure data holds them."""
     listed = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
     return tuple(float("nan") if v is None else float(v) for v in listed)

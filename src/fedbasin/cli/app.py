@@ -28,6 +28,7 @@ from fedbasin.cli.paper import app as paper_app
 from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
 from fedbasin.cli.report import Reach, ReachOrTarget, report
+from fedbasin.cli.seeds import read_seeds
 from fedbasin.core.files import explained
 from fedbasin.core.record import headline_of
 from fedbasin.sinks import SINKS
@@ -377,7 +378,7 @@ def compare(
     from fedbasin.experiment.comparison import cells
 
     path = _folder(out) or _fresh("compare")
-    layout = cells(base, methods, _read_seeds(seeds), path)
+    layout = cells(base, methods, read_seeds(seeds), path)
     _compare(layout, base, path, reach, data_dir, jobs, log or ())
 
 
@@ -481,7 +482,7 @@ def demo(
     from fedbasin.experiment.comparison import cells
 
     path = _folder(out) or _fresh("demo")
-    layout = cells(base, DEMO_METHODS, _read_seeds(seeds), path)
+    layout = cells(base, DEMO_METHODS, read_seeds(seeds), path)
     _compare(layout, base, path, reach, None, jobs)
 
 
@@ -591,19 +592,3 @@ def _say_summary(summary: dict[str, Any], path: Path) -> None:
         f"{summary['seconds']:.1f} s\nrecords: {path}"
     )
     console.print(Text(line), soft_wrap=True)
-
-
-def _read_seeds(text: str) -> list[int]:
-    """Read seeds and ranges of seeds: 0,1,2 or 0..9, both ends included."""
-    seeds: list[int] = []
-    try:
-        for part in text.split(","):
-            first, dots, last = part.partition("..")
-            seeds += range(int(first), int(last) + 1) if dots else [int(first)]
-    except ValueError as error:
-        raise ValueError(
-            f"--seeds is {text!r}; write numbers with commas, as in 0,1,2, or a range, as in 0..9"
-        ) from error
-    if not seeds:
-        raise ValueError(f"--seeds is {text!r}, which names no seed; write the smaller one first")
-    return seeds

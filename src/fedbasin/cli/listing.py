@@ -135,7 +135,7 @@ def _usual_lr(card: Card) -> float:
 def cards_markdown() -> str:
     """Return all methods as the table of ``docs/methods.md``."""
     lines = [
-        "<!-- Written by `fedbasin methods --markdown`; a test fails when it is out of date. -->",
+        "<!-- Written by `make generated`; a test fails when it is out of date. -->",
         "# Methods",
         "",
         "| name | what it does | paper | needs | models down/up | is FedAvg when |",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from fedbasin.api.progress import run_with_progress, wide_console
+from fedbasin.cli.seeds import read_seeds
 
 if TYPE_CHECKING:
     from fedbasin.papers import Compared, Result, Table
@@ -28,7 +28,6 @@ app = typer.Typer(
 )
 console = wide_console()
 OUT = Path("runs/papers")
-_SEEDS = re.compile(r"(?P<first>\d{1,9})(-(?P<last>\d{1,9}))?")
 
 Name = Annotated[str, typer.Argument(help="A table or figure, such as ima/table1.")]
 Rows = Annotated[
@@ -130,7 +129,7 @@ def run(
     columns: Columns = "*",
     trials: Trials = None,
     seeds: Annotated[
-        str | None, typer.Option(help="Seeds, as in 0,1,2 or 0-39; the table's by default.")
+        str | None, typer.Option(help="Seeds, as in 0,1,2 or 0..9; the table's by default.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     rounds: Annotated[
@@ -159,7 +158,7 @@ def run(
 
     table = load_table(name)
     asked = cells_asked(table, rows, columns, trials)
-    numbers = _read_seeds(seeds) if seeds else list(table.seeds)
+    numbers = list(dict.fromkeys(read_seeds(seeds))) if seeds else list(table.seeds)
     cell_runs, reasons = runs_of(table, asked, numbers, share=rounds, device=device)
     for why, cells in reasons.items():
         shown = ", ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
@@ -381,16 +380,3 @@ def _describe(table: Table) -> None:
             texts = (row.name, row.trial_of, column.name, method_of(table, row, column))
             trials.add_row(*map(Text, texts))
         console.print(trials)
-
-
-def _read_seeds(text: str) -> list[int]:
-    """Read numbers and ranges, as in 0,1,5-9; each seed once."""
-    seeds: list[int] = []
-    for part in text.split(","):
-        match = _SEEDS.fullmatch(part.strip())
-        first = int(match["first"]) if match else 0
-        last = int(match["last"] or first) if match else -1
-        if last < first:
-            raise ValueError(f"--seeds is {text!r}; write numbers with commas, as in 0,1,2 or 0-39")
-        seeds += range(first, last + 1)
-    return list(dict.fromkeys(seeds))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.archive import Archive
+from fedbasin.core.bounds import Bounded
 from fedbasin.core.expressions import ExpressionError, text
 from fedbasin.core.net import Net
 from fedbasin.core.permutations import Group
@@ -275,7 +276,7 @@ class Served:
         return replace(self, notes=(notes, self.notes))
 
 
-class Method(ABC):
+class Method(Bounded, ABC):
     """How the server merges. Subclasses are frozen dataclasses entered in the catalogue.
 
     A base combines replies and says what clients do: `own_rules` with `own_broadcast`, then the

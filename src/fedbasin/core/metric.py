@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import Bounded, within
 from fedbasin.core.catalogue import CATALOGUE, card_of, entry
 from fedbasin.core.expressions import Choice, parse
 from fedbasin.core.record import COLUMNS, Headline
@@ -34,7 +35,7 @@ from fedbasin.core.task import RowTask, Task
 _ANY: frozenset[str] = frozenset()
 
 
-class Metric:
+class Metric(Bounded):
     """A number that says how good a model is."""
 
     unit: ClassVar[Literal["%", ""]] = ""
@@ -239,14 +240,10 @@ class ECE(RowMetric):
         bins: number of bins of equal width.
     """
 
-    bins: int = 15
+    bins: int = within("[1, 10000]", words="must be from 1 to 10000", default=15)
 
     higher_is_better: ClassVar[bool] = False
     fits: ClassVar[frozenset[str]] = frozenset({"classes", "binary"})
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.bins <= 10_000:
-            raise ValueError(f"bins must be from 1 to 10000, got {self.bins}")
 
     def addends(self, task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return confidence minus right, in the bin of the confidence."""

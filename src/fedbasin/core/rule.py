@@ -25,6 +25,7 @@ from typing import (
 
 from torch import Tensor
 
+from fedbasin.core.bounds import Bounded
 from fedbasin.core.net import Net, Outputs
 from fedbasin.core.task import CLASSIFICATION, Task
 
@@ -110,7 +111,7 @@ def rescaled(setting: Setting, what: str) -> Iterator[str]:
         )
 
 
-class LocalRule:
+class LocalRule(Bounded):
     """What a client does beyond the optimiser's step. Every hook has a neutral default."""
 
     layer: ClassVar[Layer] = "correct"

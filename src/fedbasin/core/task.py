@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedbasin.core.bounds import Bounded, above, within
 from fedbasin.core.catalogue import entry
 
 Provided = Literal["classes", "class_labels", "row_losses"]
@@ -36,7 +37,7 @@ class Targets(NamedTuple):
     whole: bool = True  # whether they are whole numbers
 
 
-class Task(ABC):
+class Task(Bounded, ABC):
     """What a network's outputs mean. Subclasses are frozen dataclasses entered in the catalogue."""
 
     kind: ClassVar[str] = "own"  # which metrics fit: see `Metric.fits`
@@ -211,18 +212,12 @@ class Regression(RowTask):
     """
 
     loss: Literal["mse", "mae", "huber", "quantile"] = "mse"
-    delta: float = 1.0
-    quantile: float = 0.5
+    delta: float = above(0, default=1.0)
+    quantile: float = within("(0, 1)", default=0.5)
     headline: str = ""
 
     kind: ClassVar[str] = "numbers"
     usual_metrics: ClassVar[tuple[str, ...]] = ("rmse", "mae", "r2", "loss")
-
-    def __post_init__(self) -> None:
-        if not self.delta > 0:
-            raise ValueError(f"delta must be above 0, got {self.delta}")
-        if not 0 < self.quantile < 1:
-            raise ValueError(f"quantile must be in (0, 1), got {self.quantile}")
 
     def outputs(self, targets: Targets) -> int:
         """One output a column."""

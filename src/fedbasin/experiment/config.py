@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from fedbasin.core.bounds import at_least, check_bounds, within
 from fedbasin.core.catalogue import CATALOGUE, Kind, card_of
 from fedbasin.core.expressions import Choice, ExpressionError, parse, text, title, written
 from fedbasin.core.files import read_toml
@@ -56,11 +57,11 @@ class DataConfig:
     """
 
     name: str = "digits"
-    imbalance: float = 1.0
-    proxy_per_class: int = 0
-    proxy_rows: int = 0
+    imbalance: float = within("(0, 1]", default=1.0)
+    proxy_per_class: int = at_least(0, default=0)
+    proxy_rows: int = at_least(0, default=0)
     proxy_from: Literal["train", "test"] = "train"
-    proxy_imbalance: float = 1.0
+    proxy_imbalance: float = within("(0, 1]", default=1.0)
     proxy_evened: bool = False
     augment: bool = False
     normalise: Literal["dataset", "symmetric", "unit"] = "dataset"
@@ -98,7 +99,7 @@ class TableConfig:
     most_categories: int = 100
     classes: Literal["auto", "yes", "no"] = "auto"
     test: str = ""
-    test_share: float = 0.2
+    test_share: float = within("[0, 1)", default=0.2)
     test_by: Literal["rows", "clients", "time"] = "rows"
     time: str = ""
 
@@ -121,13 +122,13 @@ class PartitionConfig:
     """
 
     how: str = _expression("dirichlet(alpha=0.1)", "partition")
-    clients: int = 50
-    seed: int = -1
-    hold_out: float = 0.0
+    clients: int = at_least(0, default=50)
+    seed: int = at_least(-1, default=-1)
+    hold_out: float = within("[0, 1)", default=0.0)
     hold_out_by: Literal["rows", "classes"] = "rows"
-    unseen: float = 0.0
-    corrupted: float = 0.0
-    hostile: float = 0.0
+    unseen: float = within("[0, 1)", default=0.0)
+    corrupted: float = within("[0, 1]", default=0.0)
+    hostile: float = within("[0, 1]", default=0.0)
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,29 @@ class LocalConfig:
             between rounds; by default it starts afresh in every round.
     """
 
-    lr: float = 0.1
-    epochs: int = 1
-    steps: int = 0
-    batch: int = 32
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip: float = 0.0
+    lr: float = at_least(0, default=0.1)
+    epochs: int = at_least(1, default=1)
+    steps: int = at_least(0, default=0)
+    batch: int = at_least(1, default=32)
+    momentum: float = within("[0, 1)", default=0.0)
+    weight_decay: float = at_least(0, default=0.0)
+    clip: float = at_least(0, default=0.0)
     schedule: str = _expression("constant", "schedule")
     optimiser: str = _expression("sgd", "optimiser")
     keep_optimiser: bool = False
+
+
+# Settings of `SimConfig` that change no result: they may be edited before a run is resumed.
+RESULT_NEUTRAL = (
+    "device",
+    "workers",
+    "address",
+    "chunk",
+    "memory",
+    "together",
+    "client_memory",
+    "checkpoint_every",
+)
 
 
 @dataclass(frozen=True)
@@ -203,27 +217,27 @@ class SimConfig:
     """
 
     participation: str = _expression("fraction(rate=0.1)", "participation")
-    dropout: float = 0.0
+    dropout: float = within("[0, 1)", default=0.0)
     executor: Literal["auto", "loop", "cohort", "ray"] = "auto"
-    workers: int = 0
+    workers: int = at_least(0, default=0)
     address: str = ""
     compile: Literal["auto", "on", "off"] = "auto"
-    chunk: int = 0
-    memory: float = 0.0
-    together: int = 0
+    chunk: int = at_least(0, default=0)
+    memory: float = at_least(0, default=0.0)
+    together: int = at_least(0, default=0)
     device: str = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
     buffers: Literal["mean", "keep", "recalibrate"] = "mean"
-    evaluate_every: int = 1
-    evaluate_last: int = 10
+    evaluate_every: int = at_least(1, default=1)
+    evaluate_last: int = at_least(0, default=10)
     evaluate_train: bool = False
-    evaluate_clients: int = 0
+    evaluate_clients: int = at_least(0, default=0)
     personalise: str = ""
     baselines: bool = False
     score_on: Literal["test", "held_out"] = "test"
     metrics: tuple[str, ...] = _expression((), "metric")
-    checkpoint_every: int = 10
-    client_memory: float = 2.0
+    checkpoint_every: int = at_least(1, default=10)
+    client_memory: float = at_least(0, default=2.0)
 
 
 @dataclass(frozen=True)
@@ -237,7 +251,7 @@ class SnapshotConfig:
     """
 
     rounds: tuple[int, ...] = ()
-    every: int = 0
+    every: int = at_least(0, default=0)
     clients: bool = False
 
     def chosen(self, rounds: int) -> frozenset[int]:
@@ -275,8 +289,8 @@ class Experiment:
     method: str = _expression("fedavg", "method")
     model: str = _expression("mlp", "model")
     task: str = _expression("classification", "task")
-    seed: int = 0
-    rounds: int = 100
+    seed: int = at_least(0, default=0)
+    rounds: int = at_least(1, default=100)
     attack: str = _expression("sign_flip", "attack")
     init: str = ""
     data: DataConfig = field(default_factory=DataConfig)
@@ -453,55 +467,10 @@ def _check_proxy(data: DataConfig) -> None:
 
 
 def _check_ranges(experiment: Experiment) -> None:
-    least_values = [
-        ("rounds", experiment.rounds, 1),
-        ("seed", experiment.seed, 0),
-        ("data.proxy_per_class", experiment.data.proxy_per_class, 0),
-        ("data.proxy_rows", experiment.data.proxy_rows, 0),
-        ("partition.clients", experiment.partition.clients, 0),
-        ("partition.seed", experiment.partition.seed, -1),
-        ("local.lr", experiment.local.lr, 0),
-        ("local.epochs", experiment.local.epochs, 1),
-        ("local.steps", experiment.local.steps, 0),
-        ("local.batch", experiment.local.batch, 1),
-        ("local.weight_decay", experiment.local.weight_decay, 0),
-        ("local.clip", experiment.local.clip, 0),
-        ("sim.workers", experiment.sim.workers, 0),
-        ("sim.chunk", experiment.sim.chunk, 0),
-        ("sim.together", experiment.sim.together, 0),
-        ("sim.memory", experiment.sim.memory, 0),
-        ("sim.evaluate_every", experiment.sim.evaluate_every, 1),
-        ("sim.evaluate_last", experiment.sim.evaluate_last, 0),
-        ("sim.evaluate_clients", experiment.sim.evaluate_clients, 0),
-        ("sim.checkpoint_every", experiment.sim.checkpoint_every, 1),
-        ("sim.client_memory", experiment.sim.client_memory, 0),
-        ("snapshots.every", experiment.snapshots.every, 0),
-    ]
-    for name, value, least in least_values:
-        if not value >= least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
-    shares = [
-        ("partition.hold_out", experiment.partition.hold_out),
-        ("partition.unseen", experiment.partition.unseen),
-        ("table.test_share", experiment.table.test_share),
-        ("local.momentum", experiment.local.momentum),
-        ("sim.dropout", experiment.sim.dropout),
-    ]
-    for name, share in shares:
-        if not 0 <= share < 1:
-            raise ConfigError(f"{name} must be in [0, 1), got {share}")
-    ratios = [
-        ("data.imbalance", experiment.data.imbalance),
-        ("data.proxy_imbalance", experiment.data.proxy_imbalance),
-    ]
-    for name, ratio in ratios:
-        if not 0 < ratio <= 1:
-            raise ConfigError(f"{name} must be in (0, 1], got {ratio}")
+    check_bounds(experiment, error=ConfigError)
+    for name in _SECTIONS:
+        check_bounds(getattr(experiment, name), f"{name}.", ConfigError)
     _check_proxy(experiment.data)
-    for name in ("corrupted", "hostile"):
-        share = getattr(experiment.partition, name)
-        if not 0 <= share <= 1:
-            raise ConfigError(f"partition.{name} must be in [0, 1], got {share}")
     for round in experiment.snapshots.rounds:
         if not 1 <= round <= experiment.rounds:
             raise ConfigError(

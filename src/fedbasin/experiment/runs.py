@@ -21,24 +21,12 @@ from fedbasin.core.snapshot import Snapshots
 from fedbasin.data import Dataset
 from fedbasin.data.naming import named_by_content
 from fedbasin.experiment.assemble import build
-from fedbasin.experiment.config import ConfigError, Experiment, read_experiment
+from fedbasin.experiment.config import RESULT_NEUTRAL, ConfigError, Experiment, read_experiment
 from fedbasin.experiment.facts import facts
 from fedbasin.experiment.objects import Factory, Objects, model_name, record_model
 from fedbasin.sim import Diverged, Federation
 from fedbasin.sim.runner import OnRound, Opened, Run, RunOptions, drive, start_from_prefix
 from fedbasin.sinks import Target, sinks_of
-
-# Settings that change no result: they may be edited in config.toml before a run is resumed.
-_FREE = (
-    "device",
-    "workers",
-    "address",
-    "chunk",
-    "memory",
-    "together",
-    "client_memory",
-    "checkpoint_every",
-)
 
 
 @dataclass(frozen=True)
@@ -231,11 +219,12 @@ def _refuse_edited(folder: RunFolder, experiment: Experiment) -> None:
     if not folder.begun.exists():  # the run was started by an older version
         return
     begun = read_experiment(folder.begun)
-    free = {name: getattr(experiment.sim, name) for name in _FREE}
+    free = {name: getattr(experiment.sim, name) for name in RESULT_NEUTRAL}
     if replace(begun, sim=replace(begun.sim, **free)) != experiment:
         raise RecordError(
             f"{folder.config} was edited since the run began ({unlike(begun, experiment)}); put "
-            "that back, or start another run with it. What may change: sim." + ", sim.".join(_FREE)
+            "that back, or start another run with it. What may change: sim."
+            + ", sim.".join(RESULT_NEUTRAL)
         )
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Setting, Start
@@ -34,14 +35,8 @@ class KeptMomentum(LocalRule):
     """
 
     layer: ClassVar[Layer] = "keep"
-    beta: float = 0.9
-    decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"beta must be in [0, 1), got {self.beta}")
-        if not self.decay >= 0:
-            raise ValueError(f"decay must be at least 0, got {self.decay}")
+    beta: float = within("[0, 1)", default=0.9)
+    decay: float = at_least(0, default=0.0)
 
     def client_state(self, vector: Tensor) -> SavedMomentum:
         """Begin at rest."""

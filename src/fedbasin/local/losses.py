@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.net import Net
 from fedbasin.core.rule import DrawsRows, LocalRule, LossInputs, Start
@@ -62,11 +63,7 @@ class Focal(Replaced):
         gamma: how much less; 0 is the cross-entropy.
     """
 
-    gamma: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not self.gamma >= 0:
-            raise ValueError(f"gamma must be at least 0, got {self.gamma}")
+    gamma: float = at_least(0, default=2.0)
 
     def loss(self, carry: Any, value: Tensor, view: LossInputs) -> tuple[Tensor, Any]:
         """Weigh each sample's cross-entropy."""
@@ -91,11 +88,7 @@ class ClassBalanced(Replaced):
         beta: 0 is the cross-entropy; 1 is the limit 1 / n_c.
     """
 
-    beta: float = 0.999
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta must be in [0, 1], got {self.beta}")
+    beta: float = within("[0, 1]", default=0.999)
 
     def begin(self, start: Start, net: Net) -> Weights:
         """Form the weights from the client's own counts."""
@@ -141,11 +134,7 @@ class BalancedSoftmax(_Shifted):
             client of one class learns nothing; 1 keeps them in.
     """
 
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.floor >= 0:
-            raise ValueError(f"floor must be at least 0, got {self.floor}")
+    floor: float = at_least(0, default=0.0)
 
     def begin(self, start: Start, net: Net) -> Shift:
         """Form the shift from the client's own counts."""
@@ -170,11 +159,7 @@ class LogitAdjusted(_Shifted):
         tau: strength of the shift; 0 is the cross-entropy.
     """
 
-    tau: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.tau >= 0:
-            raise ValueError(f"tau must be at least 0, got {self.tau}")
+    tau: float = at_least(0, default=1.0)
 
     def shared(self, context: Context) -> Shift:
         """Send tau log pi."""

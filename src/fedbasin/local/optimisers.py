@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import Bounded, above, at_least, within
 from fedbasin.core.catalogue import entry, needs_of
 from fedbasin.core.expressions import ExpressionError, text
 from fedbasin.core.tree import tensors
@@ -32,7 +33,7 @@ from fedbasin.core.vectors import Layout
 Paces = Sequence[Tensor | None]
 
 
-class Optimiser(ABC):
+class Optimiser(Bounded, ABC):
     """How a client steps. Subclasses are frozen dataclasses that can be pickled."""
 
     default_lr: ClassVar[float] = 0.1  # the usual learning rate
@@ -104,14 +105,12 @@ class SGD(Optimiser):
         nesterov: whether the gradient is taken as if one step ahead; needs momentum.
     """
 
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    momentum: float = within("[0, 1)", default=0.0)
+    weight_decay: float = at_least(0, default=0.0)
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        _check_decay(self.weight_decay)
+        super().__post_init__()
         if not isinstance(self.nesterov, bool):
             raise ValueError(f"nesterov must be True or False, got {self.nesterov}")
         if self.nesterov and not self.momentum:
@@ -201,12 +200,13 @@ class _Adaptive(Optimiser):
     default_lr: ClassVar[float] = 0.001
 
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    eps: float = above(0, default=1e-8)
+    weight_decay: float = at_least(0, default=0.0)
 
     def __post_init__(self) -> None:
-        _check_moments(self.betas, self.eps)
-        _check_decay(self.weight_decay)
+        super().__post_init__()
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
 
     def init(self, vector: Tensor) -> Moments:
         """Return means of zero."""
@@ -336,15 +336,3 @@ def _add(views: dict[str, Tensor], gradients: tuple[Tensor | None, ...], scale: 
     for view, gradient in zip(views.values(), gradients, strict=True):
         if gradient is not None:
             view.add_(gradient, alpha=scale)
-
-
-def _check_decay(weight_decay: float) -> None:
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be at least 0, got {weight_decay}")
-
-
-def _check_moments(betas: tuple[float, float], eps: float) -> None:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-    if not eps > 0:
-        raise ValueError(f"eps must be above 0, got {eps}")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fedbasin.core.bounds import Bounded, at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Plan
 from fedbasin.core.net import Net
@@ -35,7 +36,7 @@ class HeadOnly(LocalRule):
 
 
 @dataclass(frozen=True)
-class Personalisation:
+class Personalisation(Bounded):
     """How long a client trains at home, and what of the network.
 
     Args:
@@ -44,15 +45,9 @@ class Personalisation:
         lr: learning rate; 0 is `local.lr`.
     """
 
-    count: int = 1
+    count: int = at_least(1, default=1)
     head: bool = False
-    lr: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count must be at least 1, got {self.count}")
-        if not self.lr >= 0:
-            raise ValueError(f"lr must be at least 0, got {self.lr}")
+    lr: float = at_least(0, default=0.0)
 
     def rules(self) -> tuple[LocalRule, ...]:
         """Return what restricts the training."""

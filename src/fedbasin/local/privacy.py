@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above, at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.net import Net
 from fedbasin.core.rng import fold_in, normal
@@ -97,11 +98,7 @@ class ClipUpdate(LocalRule):
         bound: the largest length.
     """
 
-    bound: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ValueError(f"bound must be above 0, got {self.bound}")
+    bound: float = above(0, default=1.0)
 
     def upload(self, carry: tuple[()], start: Start, finish: Finish) -> Tensor:
         """Shorten the update."""
@@ -123,14 +120,8 @@ class LocalDP(AddsNoise):
         noise: standard deviation of the noise over S, z.
     """
 
-    clip: float = 1.0
-    noise: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.clip > 0:
-            raise ValueError(f"clip must be above 0, got {self.clip}")
-        if not self.noise >= 0:
-            raise ValueError(f"noise must be at least 0, got {self.noise}")
+    clip: float = above(0, default=1.0)
+    noise: float = at_least(0, default=1.0)
 
     def begin(self, start: Start, net: Net) -> NoiseCarry:
         """Wait for the first step's randomness."""

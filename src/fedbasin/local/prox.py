@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Gradient, LocalRule, Start
@@ -30,11 +31,7 @@ class Prox(LocalRule):
         mu: strength of the pull; 0 is plain SGD.
     """
 
-    mu: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ValueError(f"mu must be at least 0, got {self.mu}")
+    mu: float = at_least(0, default=0.01)
 
     @property
     def proximal_mu(self) -> float:

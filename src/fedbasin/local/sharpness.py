@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Start
@@ -25,12 +26,6 @@ def of_length(rho: float, vector: Tensor) -> Tensor:
     return vector * scale
 
 
-def check_radius(rho: float) -> None:
-    """Refuse a radius below zero."""
-    if not rho >= 0:
-        raise ValueError(f"rho must be at least 0, got {rho}")
-
-
 @entry("rule", paper="Foret et al., ICLR 2021", url="https://arxiv.org/abs/2010.01412")
 @dataclass(frozen=True)
 class SAM(LocalRule):
@@ -42,13 +37,8 @@ class SAM(LocalRule):
     """
 
     layer: ClassVar[Layer] = "perturb"
-    rho: float = 0.1
-    share: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_radius(self.rho)
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share must be in [0, 1], got {self.share}")
+    rho: float = at_least(0, default=0.1)
+    share: float = within("[0, 1]", default=1.0)
 
     def direction(
         self, carry: tuple[()], vector: Tensor, gradient: Gradient
@@ -79,13 +69,8 @@ class ASAM(LocalRule):
     """
 
     layer: ClassVar[Layer] = "perturb"
-    rho: float = 0.7
-    eta: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_radius(self.rho)
-        if not self.eta >= 0:
-            raise ValueError(f"eta must be at least 0, got {self.eta}")
+    rho: float = at_least(0, default=0.7)
+    eta: float = at_least(0, default=0.2)
 
     def begin(self, start: Start, net: Net) -> Adapted:
         """Mark the weights."""
@@ -126,10 +111,7 @@ class LESAM(LocalRule):
     """
 
     layer: ClassVar[Layer] = "perturb"
-    rho: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_radius(self.rho)
+    rho: float = at_least(0, default=0.1)
 
     def client_state(self, vector: Tensor) -> LastSeen:
         """Start without a model."""

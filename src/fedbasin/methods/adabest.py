@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.net import Net
@@ -106,17 +107,11 @@ class AdaBest(Averaging):
         local: further rules for the clients.
     """
 
-    mu: float = 0.02
-    beta: float = 0.8
+    mu: float = at_least(0, default=0.02)
+    beta: float = within("[0, 1)", default=0.8)
     score: Literal["mean", "server"] = "mean"
     weighting: Weighting = "uniform"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ValueError(f"mu must be at least 0, got {self.mu}")
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"beta must be in [0, 1), got {self.beta}")
 
     def init(self, server: Tensor, context: Context) -> AdaBestState:
         """Start with a = w."""

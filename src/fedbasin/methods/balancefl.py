@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedbasin.core.bounds import above, at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging
 from fedbasin.core.net import Net
@@ -188,9 +189,9 @@ class BalanceFL(Averaging):
     """
 
     noise: bool = True
-    distil: float = 1.0
-    temperature: float = 2.0
-    entropy: float = 0.002
+    distil: float = at_least(0, default=1.0)
+    temperature: float = above(0, default=2.0)
+    entropy: float = at_least(0, default=0.002)
     weighting: Weighting = "samples"
     local: Rules = ()
 
@@ -198,13 +199,6 @@ class BalanceFL(Averaging):
     def optional_needs(self) -> frozenset[str]:
         """Without noise it does not look at features."""
         return frozenset() if self.noise else frozenset({"features"})
-
-    def __post_init__(self) -> None:
-        for name in ("distil", "entropy"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
 
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the client half."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.protocols import MergesStatistics, merge_statistics
@@ -47,11 +48,7 @@ class Bucketing(MergesStatistics, Wrapper):
     """
 
     inner: Method = field(default_factory=FedAvg)
-    size: int = 2
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
+    size: int = at_least(1, default=2)
 
     def aggregate(
         self, state: Wrapped, server: Tensor, replies: Replies, context: Context

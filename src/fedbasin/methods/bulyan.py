@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.rule import Rules
 from fedbasin.methods.parts.robust import (
@@ -27,7 +28,6 @@ from fedbasin.methods.parts.robust import (
     assumed_bad,
     by_columns,
     check_count,
-    check_share,
     krum_scores,
     median,
     squared_distances,
@@ -50,11 +50,8 @@ class Bulyan(Robust):
         local: rules for the clients.
     """
 
-    hostile: float = 0.1
+    hostile: float = within("[0, 0.25)", default=0.1)
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        check_share(self.hostile, 0.25)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Choose rows, then average what is near the median of each column."""

@@ -24,6 +24,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above, at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.protocols import MergesStatistics
@@ -65,15 +66,9 @@ class CenteredClipping(MergesStatistics, Method):
     """
 
     weighting: ClassVar[Weighting] = "uniform"
-    tau: float = 0.1
-    iterations: int = 1
+    tau: float = above(0, default=0.1)
+    iterations: int = at_least(1, default=1)
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        if not self.tau > 0:
-            raise ValueError(f"tau must be above 0, got {self.tau}")
-        if self.iterations < 1:
-            raise ValueError(f"iterations must be at least 1, got {self.iterations}")
 
     def init(self, server: Tensor, context: Context) -> CenteredClippingState:
         """Start with the centre at no update."""

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above, at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
@@ -117,22 +118,14 @@ class CReFF(Averaging):
         local: rules that clients follow beyond SGD.
     """
 
-    features: int = 100
-    match: int = 100
-    match_lr: float = 0.1
-    epochs: int = 300
-    lr: float = 0.01
-    batch: int = 32
+    features: int = at_least(1, default=100)
+    match: int = at_least(0, default=100)
+    match_lr: float = above(0, default=0.1)
+    epochs: int = at_least(0, default=300)
+    lr: float = above(0, default=0.01)
+    batch: int = at_least(1, default=32)
     weighting: Weighting = "samples"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        for name, least in (("features", 1), ("match", 0), ("epochs", 0), ("batch", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("match_lr", "lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
     def init(self, server: Tensor, context: Context) -> CReFFState:
         """Draw features and a head."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.rule import LocalRule, Rules
@@ -53,16 +54,10 @@ class FedACG(Averaging):
         local: further rules for the clients.
     """
 
-    momentum: float = 0.85
-    beta: float = 0.01
+    momentum: float = within("[0, 1)", default=0.85)
+    beta: float = at_least(0, default=0.01)
     weighting: Weighting = "uniform"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if not self.beta >= 0:
-            raise ValueError(f"beta must be at least 0, got {self.beta}")
 
     def init(self, server: Tensor, context: Context) -> FedACGState:
         """Start with m = 0."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from fedbasin.core.bounds import above, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Method
 from fedbasin.core.space import Range
@@ -45,9 +46,9 @@ class FedAdagrad(AdaptiveServer):
     """
 
     inner: Method = field(default_factory=FedAvg)
-    lr: float = 0.1
-    beta1: float = 0.0
-    tau: float = 1e-3
+    lr: float = above(0, default=0.1)
+    beta1: float = within("[0, 1)", default=0.0)
+    tau: float = above(0, default=1e-3)
     first: First = "tau"
 
     def square(self, before: Tensor, update: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging
 from fedbasin.core.rule import LocalRule, Rules
@@ -41,13 +42,10 @@ class FedASAM(Averaging):
         local: further rules for the clients.
     """
 
-    rho: float = 0.7
-    eta: float = 0.2
+    rho: float = at_least(0, default=0.7)
+    eta: float = at_least(0, default=0.2)
     weighting: Weighting = "samples"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        ASAM(self.rho, self.eta)  # checks rho and eta
 
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the perturbation."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
 from fedbasin.core.space import Range
@@ -50,14 +51,8 @@ class FedAvgM(Wrapper):
     """
 
     inner: Method = field(default_factory=FedAvg)
-    lr: float = 1.0
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"lr must be above 0, got {self.lr}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+    lr: float = above(0, default=1.0)
+    momentum: float = within("[0, 1)", default=0.9)
 
     def begin(self, server: Tensor, context: Context) -> FedAvgMState:
         """Start at rest."""

@@ -36,6 +36,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above, at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.rng import Key, normal
@@ -89,11 +90,11 @@ class FedBE(Refiner):
     """
 
     inner: Method = field(default_factory=FedAvg)
-    samples: int = 10
-    scale: float = 0.1
+    samples: int = at_least(0, default=10)
+    scale: float = at_least(0, default=0.1)
     mode: Literal["gaussian", "dirichlet"] = "gaussian"
     mix: Literal["probabilities", "logits"] = "probabilities"
-    temperature: float = 0.5
+    temperature: float = above(0, default=0.5)
     with_mean: bool = True
     with_clients: bool = True
     epochs: int = 20
@@ -110,12 +111,6 @@ class FedBE(Refiner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.samples < 0:
-            raise ValueError(f"samples must be at least 0, got {self.samples}")
-        if not self.scale >= 0:
-            raise ValueError(f"scale must be at least 0, got {self.scale}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
         if not (self.samples or self.with_mean or self.with_clients):
             raise ValueError("there is no teacher: set samples, with_mean or with_clients")
 

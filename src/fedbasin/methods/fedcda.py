@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.archive import Archive
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, ReplyError, Served, Wrapper
 from fedbasin.core.protocols import needs_gradients
@@ -96,10 +97,10 @@ class FedCDA(Method):
         local: rules that clients follow beyond SGD.
     """
 
-    memory: int = 3
-    batches: int = 3
+    memory: int = at_least(1, default=3)
+    batches: int = at_least(1, default=3)
     warmup: int | float = 0.25
-    smoothness: float = 1.0
+    smoothness: float = at_least(0, default=1.0)
     strategy: Strategy = "greedy"
     loss_term: bool = True
     weighting: Weighting = "uniform"
@@ -110,16 +111,12 @@ class FedCDA(Method):
     local: Rules = ()
 
     def __post_init__(self) -> None:
-        for name in ("memory", "batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
         if self.warmup < 0 or (isinstance(self.warmup, float) and self.warmup >= 1):
             raise ValueError(
                 "warmup is a number of rounds (50) or a share of them in [0, 1) (0.25), "
                 f"got {self.warmup}"
             )
-        if not self.smoothness >= 0:
-            raise ValueError(f"smoothness must be at least 0, got {self.smoothness}")
         if self.polish and self.strategy != "greedy":
             raise ValueError(f"polish improves strategy='greedy', got strategy={self.strategy!r}")
         if self.merge is not None:

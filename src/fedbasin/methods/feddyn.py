@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
@@ -69,18 +70,12 @@ class FedDyn(Averaging):
         local: further rules for the clients; with ``lesam`` this is FedLESAM-D.
     """
 
-    alpha: float = 0.1
+    alpha: float = within("(0, inf)", words="must be above 0", default=0.1)
     score: Literal["mean", "server"] = "mean"
     by_size: bool = False
-    guard: float = math.inf
+    guard: float = above(0, default=math.inf)
     weighting: Weighting = "uniform"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        if not 0 < self.alpha < math.inf:
-            raise ValueError(f"alpha must be above 0, got {self.alpha}")
-        if not self.guard > 0:
-            raise ValueError(f"guard must be above 0, got {self.guard}")
 
     def init(self, server: Tensor, context: Context) -> FedDynState:
         """Start with s = 0."""

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
 from fedbasin.core.space import Range
@@ -63,13 +64,9 @@ class FedExP(Wrapper):
     """
 
     inner: Method = field(default_factory=FedAvg)
-    eps: float = 1e-3
+    eps: float = at_least(0, default=1e-3)
     average: bool = True
     follow_lr: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.eps >= 0:
-            raise ValueError(f"eps must be at least 0, got {self.eps}")
 
     @property
     def averages(self) -> bool:  # type: ignore[override]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
@@ -179,20 +180,12 @@ class FedFA(Averaging):
         local: further rules for the clients.
     """
 
-    pull: float = 0.1
-    keep: float = 0.9
-    head_lr: float = 0.001
-    calibrate_from: float = 0.0
+    pull: float = at_least(0, default=0.1)
+    keep: float = within("[0, 1]", default=0.9)
+    head_lr: float = at_least(0, default=0.001)
+    calibrate_from: float = within("[0, 1]", default=0.0)
     weighting: Weighting = "samples"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        for name in ("pull", "head_lr"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("keep", "calibrate_from"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
     def init(self, server: Tensor, context: Context) -> FedFAState:
         """Start with unit vectors."""

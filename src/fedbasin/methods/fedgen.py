@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
@@ -213,28 +214,18 @@ class FedGEN(Averaging):
         local: further rules for the clients.
     """
 
-    alpha: float = 10.0
-    beta: float = 10.0
-    decay: float = 0.98
-    synthetic: int = 20
-    steps: int = 50
-    lr: float = 0.0003
-    weight_decay: float = 0.01
-    batch: int = 32
-    noise: int = 32
-    hidden: int = 256
+    alpha: float = at_least(0, default=10.0)
+    beta: float = at_least(0, default=10.0)
+    decay: float = within("(0, 1]", words="must be above 0 and at most 1", default=0.98)
+    synthetic: int = at_least(0, default=20)
+    steps: int = at_least(1, default=50)
+    lr: float = at_least(0, default=0.0003)
+    weight_decay: float = at_least(0, default=0.01)
+    batch: int = at_least(1, default=32)
+    noise: int = at_least(1, default=32)
+    hidden: int = at_least(1, default=256)
     weighting: Weighting = "samples"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "synthetic", "lr", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("steps", "batch", "noise", "hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay must be above 0 and at most 1, got {self.decay}")
 
     def init(self, server: Tensor, context: Context) -> FedGENState:
         """Draw a generator."""

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
 from fedbasin.core.space import Range
@@ -57,16 +58,10 @@ class FedGMA(Wrapper):
     """
 
     inner: Method = field(default_factory=FedAvg)
-    threshold: float = 0.8
+    threshold: float = within("[0, 1]", default=0.8)
     mask: Literal["soft", "hard"] = "soft"
     vote: Literal["clients", "samples"] = "clients"
-    lr: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
-        if not self.lr > 0:
-            raise ValueError(f"lr must be above 0, got {self.lr}")
+    lr: float = above(0, default=1.0)
 
     def streams(self) -> None:
         """Every reply counts."""

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Served
 from fedbasin.core.net import Net
@@ -158,22 +159,13 @@ class FedGraB(Averaging):
         local: further rules for the clients.
     """
 
-    kp: float = 10.0
-    ki: float = 0.01
-    kd: float = 0.1
-    cut: float = 0.95
-    most_classes: int = 1000
+    kp: float = at_least(0, default=10.0)
+    ki: float = at_least(0, default=0.01)
+    kd: float = at_least(0, default=0.1)
+    cut: float = within("[0, 1]", default=0.95)
+    most_classes: int = at_least(1, default=1000)
     weighting: Weighting = "samples"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        for name in ("kp", "ki", "kd"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if not 0 <= self.cut <= 1:
-            raise ValueError(f"cut must be in [0, 1], got {self.cut}")
-        if self.most_classes < 1:
-            raise ValueError(f"most_classes must be at least 1, got {self.most_classes}")
 
     def init(self, server: Tensor, context: Context) -> FedGraBState:
         """Start without a prior."""

@@ -43,6 +43,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Proxy, Replies, Served
 from fedbasin.core.rng import Key
@@ -117,35 +118,23 @@ class FedLAW(Method):
     """
 
     learn: Learn = "both"
-    gamma: float = 1.0
-    guard: float = 5.0
+    gamma: float = within("(0, inf)", words="must be above 0", default=1.0)
+    guard: float = at_least(0, default=5.0)
     guard_growth: bool = False
     swa: bool = False
     parameterisation: Parameterisation = "exponential"
-    epochs: int = 100
-    lr: float = 0.01
-    batch: int = 128
-    patience: int = 0
-    stop_round: int | None = None
-    server_lr: float = 1.0
+    epochs: int = at_least(0, default=100)
+    lr: float = within("(0, inf)", words="must be above 0", default=0.01)
+    batch: int = at_least(1, default=128)
+    patience: int = at_least(0, default=0)
+    stop_round: int | None = at_least(0, default=None)
+    server_lr: float = within("(0, inf)", words="must be above 0", default=1.0)
     weighting: Weighting = "samples"
     trace: bool = False
     local: Rules = ()
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lr", "server_lr"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name, least in (
-            ("guard", 0),
-            ("epochs", 0),
-            ("batch", 1),
-            ("patience", 0),
-            ("stop_round", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        super().__post_init__()
         if self.swa and self.learn not in ("both", "lambda"):
             raise ValueError(
                 f"swa averages lambda: learn is {self.learn!r}, not 'both' or 'lambda'"

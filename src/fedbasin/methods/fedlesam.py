@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging
 from fedbasin.core.rule import LocalRule, Rules
@@ -43,12 +44,9 @@ class FedLESAM(Averaging):
         local: further rules for the clients.
     """
 
-    rho: float = 0.1
+    rho: float = at_least(0, default=0.1)
     weighting: Weighting = "uniform"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        LESAM(self.rho)  # checks rho
 
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the perturbation."""

@@ -33,6 +33,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.permutations import (
@@ -77,11 +78,7 @@ class FedMA(Wrapper):
 
     inner: Method = field(default_factory=FedAvg)
     reference: Literal["server", "client"] = "server"
-    sweeps: int = 20
-
-    def __post_init__(self) -> None:
-        if self.sweeps < 0:
-            raise ValueError(f"sweeps must be at least 0, got {self.sweeps}")
+    sweeps: int = at_least(0, default=20)
 
     def aggregate(
         self, state: Wrapped, server: Tensor, replies: Replies, context: Context

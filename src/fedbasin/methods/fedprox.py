@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging
 from fedbasin.core.rule import LocalRule, Rules
@@ -37,12 +38,9 @@ class FedProx(Averaging):
         local: further rules for the clients.
     """
 
-    mu: float = 0.01
+    mu: float = at_least(0, default=0.01)
     weighting: Weighting = "samples"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        Prox(self.mu)  # checks mu
 
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the proximal rule."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging
 from fedbasin.core.rule import LocalRule, Rules
@@ -36,12 +37,9 @@ class FedSAM(Averaging):
         local: further rules for the clients.
     """
 
-    rho: float = 0.1
+    rho: float = at_least(0, default=0.1)
     weighting: Weighting = "samples"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        SAM(self.rho)  # checks rho
 
     def own_rules(self) -> tuple[LocalRule, ...]:
         """Return the perturbation."""

@@ -22,20 +22,20 @@ client and two on the server.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
 from fedbasin.core.rule import Finish, Gradient, Layer, LocalRule, Rules, Start
 from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
-from fedbasin.local.sharpness import check_radius, of_length
+from fedbasin.local.sharpness import of_length
 from fedbasin.methods.parts.duals import Duals, mean_drift
 
 Sends = Literal["paper", "release"]
@@ -121,16 +121,11 @@ class FedSMOO(Averaging):
         local: further rules for the clients.
     """
 
-    rho: float = 0.1
-    beta: float = 10.0
+    rho: float = at_least(0, default=0.1)
+    beta: float = within("(0, inf)", words="must be above 0", default=10.0)
     sends: Sends = "paper"
     weighting: Weighting = "uniform"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        check_radius(self.rho)
-        if not 0 < self.beta < math.inf:
-            raise ValueError(f"beta must be above 0, got {self.beta}")
 
     def init(self, server: Tensor, context: Context) -> FedSMOOState:
         """Start with no drift and no shift."""

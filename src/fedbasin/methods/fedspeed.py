@@ -18,13 +18,13 @@ on the server too).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules
@@ -61,17 +61,12 @@ class FedSpeed(Averaging):
         local: further rules for the clients.
     """
 
-    rho: float = 0.1
-    lam: float = 10.0
-    share: float = 1.0
+    rho: float = at_least(0, default=0.1)
+    lam: float = within("(0, inf)", words="must be above 0 and finite", default=10.0)
+    share: float = within("[0, 1]", default=1.0)
     server: Literal["paper", "release"] = "paper"
     weighting: Weighting = "uniform"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        SAM(self.rho, self.share)  # checks both
-        if not 0 < self.lam < math.inf:
-            raise ValueError(f"lam must be above 0 and finite, got {self.lam}")
 
     def init(self, server: Tensor, context: Context) -> FedSpeedState:
         """Start with r_i = 0 for all clients."""

@@ -44,6 +44,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.protocols import ScoresCounts
@@ -190,23 +191,18 @@ class FedWCM(ScoresCounts, Method):
 
     score: Literal["scarcity", "tv", "inverse"] = "scarcity"
     temperature: Literal["imbalance", "fixed"] = "imbalance"
-    tau: float = 0.3
+    tau: float = above(0, default=0.3)
     momentum: Literal["mix", "scores", "fixed"] = "mix"
-    alpha: float = 0.1
-    alpha_max: float = 0.9
-    kappa: float = 0.3
+    alpha: float = within("(0, 1]", default=0.1)
+    alpha_max: float = within("(0, 1]", default=0.9)
+    kappa: float = above(0, default=0.3)
     unequal: bool = False
     counted: Counted = "steps"
-    server_lr: float = 1.0
+    server_lr: float = above(0, default=1.0)
     local: Rules = ()
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "alpha_max"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
-        for name in ("tau", "kappa", "server_lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        super().__post_init__()
         if self.unequal and self.counted == "rows":
             raise ValueError("unequal=True evens out steps: write counted='steps', got 'rows'")
 

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from fedbasin.core.bounds import above, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Method
 from fedbasin.core.space import Range
 from fedbasin.methods.fedavg import FedAvg
-from fedbasin.methods.parts.moments import AdaptiveServer, First, check_memory
+from fedbasin.methods.parts.moments import AdaptiveServer, First
 
 
 @entry(
@@ -49,16 +50,12 @@ class FedYogi(AdaptiveServer):
     """
 
     inner: Method = field(default_factory=FedAvg)
-    lr: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
+    lr: float = above(0, default=0.01)
+    beta1: float = within("[0, 1)", default=0.9)
+    beta2: float = within("[0, 1)", default=0.99)
+    tau: float = above(0, default=1e-3)
     first: First = "tau"
-    restart: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_memory("beta2", self.beta2)
+    restart: float = within("[0, 1]", words="is a share of the rounds, in [0, 1]", default=1.0)
 
     def square(self, before: Tensor, update: Tensor) -> Tensor:
         """Move v towards d^2, by at most (1 - beta2) d^2."""

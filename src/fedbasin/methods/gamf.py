@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.permutations import (
@@ -77,18 +78,15 @@ class GAMF(Wrapper):
 
     inner: Method = field(default_factory=lambda: FedAvg("uniform"))
     tau: float = 0.05
-    decay: float = 0.9
+    decay: float = within("(0, 1)", words="must be above 0 and below 1", default=0.9)
     tau_end: float = 0.005
-    sweeps: int = 20
+    sweeps: int = at_least(0, default=20)
     joint: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.tau_end <= self.tau:
             raise ValueError(f"tau_end must be above 0 and at most tau, got {self.tau_end}")
-        if not 0 < self.decay < 1:
-            raise ValueError(f"decay must be above 0 and below 1, got {self.decay}")
-        if self.sweeps < 0:
-            raise ValueError(f"sweeps must be at least 0, got {self.sweeps}")
 
     def aggregate(
         self, state: Wrapped, server: Tensor, replies: Replies, context: Context

@@ -38,6 +38,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.protocols import StartsLate, shared_prefix, state_from_prefix
@@ -86,25 +87,15 @@ class IMA(StartsLate, Wrapper):
     averages: ClassVar[bool] = True
 
     inner: Method = field(default_factory=FedAvg)
-    window: int = 5
-    start: float = 0.75
+    window: int = at_least(1, default=5)
+    start: float = within("[0, 1]", words="is a share of the rounds, in [0, 1]", default=0.75)
     decay: Decay = "exponential"
-    rate: float = 0.03
-    low: float = 5e-5
+    rate: float = within("[0, 1)", default=0.03)
+    low: float = at_least(0, default=5e-5)
     feedback: bool = True
     part: Part = "all"
     storage: Storage = "same"
     on_cpu: bool = False
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
-        if not 0 <= self.start <= 1:
-            raise ValueError(f"start is a share of the rounds, in [0, 1], got {self.start}")
-        if not 0 <= self.rate < 1:
-            raise ValueError(f"rate must be in [0, 1), got {self.rate}")
-        if not self.low >= 0:
-            raise ValueError(f"low must be at least 0, got {self.low}")
 
     def begins(self, rounds: int) -> int:
         """Return t_s, the first round that ends in a mean."""

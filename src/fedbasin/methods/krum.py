@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.rule import Rules
 from fedbasin.methods.parts.robust import (
     Robust,
     assumed_bad,
     check_count,
-    check_share,
     krum_scores,
     squared_distances,
 )
@@ -49,14 +49,9 @@ class Krum(Robust):
         local: rules for the clients.
     """
 
-    hostile: float = 0.2
-    keep: int = 0
+    hostile: float = within("[0, 0.5)", default=0.2)
+    keep: int = at_least(0, default=0)
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        check_share(self.hostile, 0.5)
-        if self.keep < 0:
-            raise ValueError(f"keep must be at least 0, got {self.keep}")
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Average the rows of lowest score."""

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import Finish, LocalRule, Rules, Setting, Start, SurveyBatch
@@ -95,17 +96,11 @@ class MimeLite(Averaging):
         local: further rules for the clients.
     """
 
-    momentum: float = 0.9
-    server_lr: float = 1.0
+    momentum: float = within("[0, 1)", default=0.9)
+    server_lr: float = above(0, default=1.0)
     weighting: Weighting = "uniform"
     damped: bool = True
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if not self.server_lr > 0:
-            raise ValueError(f"server_lr must be above 0, got {self.server_lr}")
 
     def init(self, server: Tensor, context: Context) -> MimeLiteState:
         """Start with M = 0."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above, at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.rule import LocalRule, Rules, Setting
@@ -68,18 +69,11 @@ class MoFedSAM(Averaging):
         local: further rules for the clients.
     """
 
-    rho: float = 0.1
-    alpha: float = 0.1
-    server_lr: float = 1.0
+    rho: float = at_least(0, default=0.1)
+    alpha: float = within("(0, 1]", words="must be above 0 and at most 1", default=0.1)
+    server_lr: float = above(0, default=1.0)
     weighting: Weighting = "uniform"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        SAM(self.rho)  # checks rho
-        if not 0 < self.alpha <= 1:
-            raise ValueError(f"alpha must be above 0 and at most 1, got {self.alpha}")
-        if not self.server_lr > 0:
-            raise ValueError(f"server_lr must be above 0, got {self.server_lr}")
 
     def init(self, server: Tensor, context: Context) -> MoFedSAMState:
         """Start with M = 0."""

@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Probe, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.protocols import MergesStatistics, merge_statistics
@@ -63,17 +64,10 @@ class NormBound(MergesStatistics, Wrapper):
     """
 
     inner: Method = field(default_factory=FedAvg)
-    times: float = 1.0
-    bound: float = 0.0
-    claims: float = 5.0
+    times: float = at_least(1, default=1.0)
+    bound: float = at_least(0, default=0.0)
+    claims: float = at_least(1, default=5.0)
     action: Literal["clip", "drop"] = "clip"
-
-    def __post_init__(self) -> None:
-        for name in ("times", "claims"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.bound >= 0:
-            raise ValueError(f"bound must be at least 0, got {self.bound}")
 
     def aggregate(
         self, state: Wrapped, server: Tensor, replies: Replies, context: Context

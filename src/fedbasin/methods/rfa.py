@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedbasin.core.bounds import above, at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.rule import Rules
 from fedbasin.core.vectors import Weighting, shares, weighted_mean
@@ -46,16 +47,10 @@ class RFA(Robust):
         local: rules for the clients.
     """
 
-    iterations: int = 10
-    nu: float = 1e-5
+    iterations: int = at_least(1, default=10)
+    nu: float = above(0, default=1e-5)
     weighting: Weighting = "uniform"
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ValueError(f"iterations must be at least 1, got {self.iterations}")
-        if not self.nu > 0:
-            raise ValueError(f"nu must be above 0, got {self.nu}")
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return the geometric median."""

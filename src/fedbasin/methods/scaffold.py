@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import above
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Averaging, Context, Replies, Served
 from fedbasin.core.net import Net
@@ -142,7 +143,7 @@ class Scaffold(Averaging):
         local: further rules for the clients.
     """
 
-    server_lr: float = 1.0
+    server_lr: float = above(0, default=1.0)
     option: Option = "steps"
     weighting: Weighting = "uniform"
     local: Rules = ()
@@ -151,10 +152,6 @@ class Scaffold(Averaging):
     def optional_needs(self) -> frozenset[str]:
         """Only the option "full" takes full gradients."""
         return frozenset() if self.option == "full" else frozenset({"row_losses"})
-
-    def __post_init__(self) -> None:
-        if not self.server_lr > 0:
-            raise ValueError(f"server_lr must be above 0, got {self.server_lr}")
 
     def cautions(self, setting: Setting) -> Iterator[str]:
         """Name a second loss."""

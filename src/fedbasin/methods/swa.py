@@ -26,6 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Plan, Replies, Served, Wrapper
 from fedbasin.core.space import Range
@@ -66,19 +67,11 @@ class SWA(Wrapper):
     averages: ClassVar[bool] = True
 
     inner: Method = field(default_factory=FedAvg)
-    start: float = 0.75
-    cycle: int = 10
-    ratio: float = 0.01
+    start: float = within("[0, 1]", words="is a share of the rounds, in [0, 1]", default=0.75)
+    cycle: int = at_least(1, default=10)
+    ratio: float = at_least(0, default=0.01)
     feedback: bool = False
     part: Part = "all"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= 1:
-            raise ValueError(f"start is a share of the rounds, in [0, 1], got {self.start}")
-        if self.cycle < 1:
-            raise ValueError(f"cycle must be at least 1, got {self.cycle}")
-        if not self.ratio >= 0:
-            raise ValueError(f"ratio must be at least 0, got {self.ratio}")
 
     def begins(self, context: Context) -> int:
         """Return t_s, the first round of the first cycle."""

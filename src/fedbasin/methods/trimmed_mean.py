@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedbasin.core.bounds import within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.rule import Rules
-from fedbasin.methods.parts.robust import Robust, assumed_bad, by_columns, check_share
+from fedbasin.methods.parts.robust import Robust, assumed_bad, by_columns
 
 
 @entry(
@@ -39,11 +40,8 @@ class TrimmedMean(Robust):
         local: rules for the clients.
     """
 
-    hostile: float = 0.2
+    hostile: float = within("[0, 0.5)", default=0.2)
     local: Rules = ()
-
-    def __post_init__(self) -> None:
-        check_share(self.hostile, 0.5)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Average what is left of each column."""

@@ -24,6 +24,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
 from fedbasin.core.method import Context, Method, Replies, Served, Wrapper
 from fedbasin.core.space import Range
@@ -56,16 +57,11 @@ class WIMA(Wrapper):
     averages: ClassVar[bool] = True
 
     inner: Method = field(default_factory=FedAvg)
-    window: int = 100
+    window: int = at_least(1, default=100)
     part: Part = "all"
-    stride: int = 1
+    stride: int = at_least(1, default=1)
     storage: Storage = "same"
     on_cpu: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("window", "stride"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def begin(self, server: Tensor, context: Context) -> Window:
         """Start with an empty window; the initial model is never in it."""

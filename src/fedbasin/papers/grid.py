@@ -14,20 +14,15 @@ from typing import Any
 
 from fedbasin.core.expressions import ExpressionError, parse
 from fedbasin.experiment import Experiment, from_mapping
+from fedbasin.experiment.config import RESULT_NEUTRAL
 from fedbasin.papers.tables import Axis, PaperError, Table, merged, select
 
-# Settings that say where, how fast and what to keep, not what is computed.
+# Settings that say where, how fast and what to keep, not what is computed. Executors differ in
+# rounding alone: enough for a result line, too much for a run that is resumed.
 _NO_MATTER = {
-    "sim.address",
-    "sim.checkpoint_every",
-    "sim.chunk",
-    "sim.client_memory",
+    *(f"sim.{name}" for name in RESULT_NEUTRAL),
     "sim.compile",
-    "sim.device",
     "sim.executor",
-    "sim.memory",
-    "sim.together",
-    "sim.workers",
     "snapshots.clients",
     "snapshots.every",
     "snapshots.rounds",

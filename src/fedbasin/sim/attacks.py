@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbasin.core.bounds import Bounded, within
 from fedbasin.core.catalogue import entry
 from fedbasin.core.rng import Key, normal
 from fedbasin.core.round import Gathered, Sent
@@ -30,7 +31,7 @@ from fedbasin.core.tree import mapped
 _NEEDS_CLASSES = "changes labels, and the targets have no classes: take an attack on updates"
 
 
-class Attack(ABC):  # noqa: B024  every hook has a neutral default
+class Attack(Bounded, ABC):
     """What hostile clients do. Subclasses are frozen dataclasses entered in the catalogue."""
 
     def poison(
@@ -256,12 +257,11 @@ class Backdoor(Attack):
 
     target: int = 0
     square: int = 3
-    share: float = 0.5
+    share: float = within("(0, 1]", default=0.5)
     kappa: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share must be in (0, 1], got {self.share}")
+        super().__post_init__()
         if self.square < 1 or self.target < 0:
             raise ValueError(f"square must be at least 1 and target at least 0, got {self}")
 

@@ -209,10 +209,6 @@ class CohortExecutor(Executor):
         )
         return Probe(stacked, people.weights(cohort))
 
-    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
-        """Return what a client keeps before its first round."""
-        return self.trainer.zero_state(vector)
-
     def facts(self) -> dict[str, Any]:
         """Name the executor, how many shapes it compiled, and how little it wasted."""
         return {

@@ -75,7 +75,7 @@ class HomeTraining:
         """Yield blocks of clients [C], their models [C, P] and statistics [C, Q]."""
         shared = tuple(() for _ in self.trainer.rules)
         sent = Sent(vector, buffers, shared, 0)
-        states = _Fresh(self.executor.zero_state(vector))
+        states = _Fresh(self.trainer.zero_state(vector))
         key = self.key.fold(self.name)
         size = max(1, _BLOCK_BYTES // max(vector.numel() * vector.element_size(), 1))
         for first in range(0, len(clients), size):

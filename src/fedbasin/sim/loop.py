@@ -29,10 +29,6 @@ class Executor(Protocol):
         """Return the full gradients of each request's cohort at the model it was sent."""
         ...
 
-    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
-        """Return what a client keeps before its first round."""
-        ...
-
     def facts(self) -> dict[str, Any]:
         """Return what a run's summary says about the executor."""
         ...
@@ -82,10 +78,6 @@ class LoopExecutor(Executor):
         shards = [self.population.shard(client) for client in cohort.tolist()]
         gradients = [self.trainer.full_gradient(s, sent.vector, sent.buffers) for s in shards]
         return Probe(torch.stack(gradients), self.population.weights(cohort))
-
-    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
-        """Return what a client keeps before its first round."""
-        return self.trainer.zero_state(vector)
 
     def facts(self) -> dict[str, Any]:
         """Name the executor."""

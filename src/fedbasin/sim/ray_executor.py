@@ -205,10 +205,6 @@ class RayExecutor(Executor):
         probe: Probe = _joined(parts, places, sent.vector.device)
         return probe
 
-    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
-        """Return what a client keeps before its first round."""
-        return self._trainer.zero_state(vector)
-
     def facts(self) -> dict[str, Any]:
         """Name the executor, its cluster and workers, what they run, and how many were lost."""
         return {

@@ -143,7 +143,7 @@ class Federation:
         vector, buffers = self.net.initial()
         state = self.method.init(vector, self.context)
         states = ClientStates(
-            self.executor.zero_state(vector),
+            self.trainer.zero_state(vector),
             vector,
             clients=self.context.clients,
             limit=self.client_memory,

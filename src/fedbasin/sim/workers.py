@@ -107,10 +107,6 @@ class WorkerExecutor:
         """Return the cohorts' full gradients, computed in this process: one pass over the rows."""
         return LoopExecutor(self.trainer, self.population, self.key).probe(requests)
 
-    def zero_state(self, vector: Tensor) -> tuple[Any, ...]:
-        """Return what a client keeps before its first round."""
-        return self.trainer.zero_state(vector)
-
     def facts(self) -> dict[str, Any]:
         """Name the executor and its processes."""
         return {"executor": "workers", "workers": self.workers}

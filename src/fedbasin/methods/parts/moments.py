@@ -64,14 +64,6 @@ class AdaptiveServer(StartsLate, Wrapper):
     def square(self, before: Tensor, update: Tensor) -> Tensor:
         """Return v+ [P] from v and d."""
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "tau"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if not 0 <= self.restart <= 1:
-            raise ValueError(f"restart is a share of the rounds, in [0, 1], got {self.restart}")
-        check_memory("beta1", self.beta1)
-
     def begin(self, server: Tensor, context: Context) -> Moments:
         """Start with m = 0 and v = v_0."""
         return Moments.begin(server, self.tau, self.first)
@@ -97,12 +89,6 @@ class AdaptiveServer(StartsLate, Wrapper):
         update = fresh.send - server
         own = own.renewed(update, self.beta1, self.square(own.square, update), context.round)
         return fresh.moved(server + own.step(self.lr, self.tau)), own
-
-
-def check_memory(name: str, beta: float) -> None:
-    """Refuse a memory that is no share."""
-    if not 0 <= beta < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {beta}")
 
 
 def restarts(moments: Moments, share: float, context: Context) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedbasin.core.bounds import Bounded, at_least, within
 from fedbasin.core.method import Context, Proxy, Replies, Served, Wrapper
 from fedbasin.core.rng import Key
 from fedbasin.local.batches import epoch_order, proxy_batches
@@ -23,7 +24,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # (model, numbers of the rows) -> mea
 
 
 @dataclass(frozen=True)
-class Refinement:
+class Refinement(Bounded):
     """How a model is trained on the server.
 
     Args:
@@ -43,29 +44,23 @@ class Refinement:
     """
 
     optimiser: Optimiser = "adam"
-    lr: float = 0.001
+    lr: float = at_least(0, default=0.001)
     betas: tuple[float, float] = (0.9, 0.999)
-    epochs: int = 1
-    batch: int = 128
+    epochs: int = at_least(0, default=1)
+    batch: int = at_least(1, default=128)
     cosine: bool = False
-    clip: float = 0.0
-    holdout: float = 0.0
-    patience: int = 0
-    average_from: int = 0
-    average_every: int = 0
+    clip: float = at_least(0, default=0.0)
+    holdout: float = within("[0, 1)", default=0.0)
+    patience: int = at_least(0, default=0)
+    average_from: int = at_least(0, default=0)
+    average_every: int = at_least(0, default=0)
     weight_decay: float = 0.0
     keep_momentum: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("lr", "epochs", "clip", "patience", "average_from", "average_every"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.batch < 1:
-            raise ValueError(f"batch must be at least 1, got {self.batch}")
+        super().__post_init__()
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
-        if not 0 <= self.holdout < 1:
-            raise ValueError(f"holdout must be in [0, 1), got {self.holdout}")
         if self.patience and not self.holdout:
             raise ValueError(f"patience={self.patience} watches rows kept aside: set holdout")
         if self.optimiser == "adam":
@@ -161,6 +156,7 @@ class Refiner(Wrapper):
     epochs: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.refinement()  # checks the settings
 
     def refinement(self) -> Refinement:

@@ -55,12 +55,6 @@ def assumed_bad(hostile: float, replies: int) -> int:
     return int(hostile * replies + 1e-9)
 
 
-def check_share(hostile: float, below: float) -> None:
-    """Refuse a share of hostile clients that the rule cannot stand."""
-    if not 0 <= hostile < below:
-        raise ValueError(f"hostile must be in [0, {below:g}), got {hostile}")
-
-
 def check_count(rule: object, replies: int, bad: int, least: int) -> None:
     """Refuse a round with too few replies for the number of hostile ones."""
     if bad and replies < least:
