@@ -212,7 +212,9 @@ def test_a_signal_stops_the_command_once(number, obedient, lines, tmp_path):
     )
     script = tmp_path / "start.py"
     script.write_text(
-        "import sys\n"
+        "import signal, sys\n"
+        # Where the tests were started in the background, their children ignore Ctrl-C.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"sys.path.insert(0, {str(FOLDER)!r})\n"
         "import papers_queue as queue\n"
         "from fedbasin.papers.tables import read_table\n"
