@@ -14,7 +14,7 @@ from fedbasin.experiment.config import (
     read_experiment,
 )
 from fedbasin.report.tuning import expected_best
-from fedbasin.sim.rounds import Federation
+from fedbasin.sim.rounds import Simulation
 from fedbasin.tuning import TuneError, read_over, tune
 from fedbasin.tuning.arguments import arguments_of, with_values
 from fedbasin.tuning.points import settings, sobol
@@ -83,13 +83,13 @@ def test_the_same_request_again_trains_nothing_and_a_larger_one_only_what_is_new
     tmp_path, monkeypatch
 ):
     trained = []
-    play = Federation.round
+    launch = Simulation.launch
 
-    def counted(self, server, states, holders):
-        trained.append((self.method, server.round))
-        return play(self, server, states, holders)
+    def counted(self):
+        trained.append(self.server.round)
+        return launch(self)
 
-    monkeypatch.setattr(Federation, "round", counted)
+    monkeypatch.setattr(Simulation, "launch", counted)
     asked = request(methods=("fedavg",), budget=3, final_seeds=1)
     first = tune(asked, tmp_path)
     assert len(trained) == (3 + 1) * 6
@@ -102,13 +102,13 @@ def test_the_same_request_again_trains_nothing_and_a_larger_one_only_what_is_new
 
 def test_halving_goes_on_from_checkpoints_and_drops_the_worst(plain, tmp_path, monkeypatch):
     trained = []
-    play = Federation.round
+    launch = Simulation.launch
 
-    def counted(self, server, states, holders):
-        trained.append(server.round)
-        return play(self, server, states, holders)
+    def counted(self):
+        trained.append(self.server.round)
+        return launch(self)
 
-    monkeypatch.setattr(Federation, "round", counted)
+    monkeypatch.setattr(Simulation, "launch", counted)
     asked = request(halving=2, final_seeds=1)
     assert asked.rungs() == [(4, 2), (2, 3), (1, 6)]
     halved = tune(asked, tmp_path)
