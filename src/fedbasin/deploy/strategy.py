@@ -254,7 +254,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             # After a refused merge the old state needs its models.
             if saved and not merge_refused(record):
                 self.journal.sweep()
-        if self.journal.records and not self.journal.merged.any():
+        asked = any(record.bytes_down for record in self.journal.records)
+        if asked and not self.journal.merged.any():  # a draw by chance may ask nobody at all
             known = "; ".join(why for why, _ in self.journal.refused.most_common(3))
             why = known or self._cohort.reasons() or "the log says why"
             raise NothingMerged(f"no round of {rounds} merged a reply: {why}")
