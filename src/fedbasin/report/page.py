@@ -17,7 +17,6 @@ from fedbasin.core.figure_data import Analysis
 from fedbasin.core.record import Headline, write_atomically
 from fedbasin.core.settings import write_value
 from fedbasin.report.chart_data import chart_data
-from fedbasin.report.coinciding import coinciding
 from fedbasin.report.curves import COLOURS
 from fedbasin.report.paired import Difference, least_ratio
 from fedbasin.report.reproduce import recipes
@@ -31,7 +30,7 @@ from fedbasin.report.runs import (
 )
 from fedbasin.report.served import say_gains, served_lines
 from fedbasin.report.table import Row, by_label, cells, differences, summarise
-from fedbasin.report.verdict import verdict
+from fedbasin.report.verdict import coinciding, verdict
 
 _SCRIPTS = ("d3-7.9.0.min.js", "plot-0.6.17.umd.min.js", "page.js")
 _MADE_WITH = ("python", "device", "executor", "commit")
