@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from data.making import bomb
 from PIL import Image
 
 from fedbasin.data import DataError, HashedWords, from_folder, from_huggingface, from_texts
@@ -80,7 +81,10 @@ def test_a_folder_by_class_and_by_client(tmp_path):
         from_folder(tmp_path / "by")
     (tmp_path / "broken" / "cat").mkdir(parents=True)
     (tmp_path / "broken" / "cat" / "x.png").write_text("no picture")
-    with pytest.raises(DataError, match=r"x.png: cannot be decoded"):
+    with pytest.raises(DataError, match=r"x.png: the image cannot be decoded"):
+        from_folder(tmp_path / "broken")
+    (tmp_path / "broken" / "cat" / "x.png").write_bytes(bomb(60_000, 60_000))
+    with pytest.raises(DataError, match=r"x.png: the image has more than 32,000,000 pixels"):
         from_folder(tmp_path / "broken")
     with pytest.raises(DataError, match="there is no folder"):
         from_folder(tmp_path / "nowhere")
