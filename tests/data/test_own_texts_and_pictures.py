@@ -71,8 +71,8 @@ def test_a_folder_by_class_and_by_client(tmp_path):
     for part in (data.train, data.test):
         value = part.inputs[:, 0, 0, 0]
         assert (part.labels == value // 10 % 2).all() and (part.groups == value % 10).all()
-    flat = from_folder(tmp_path / "by" / "a", test=tmp_path / "by" / "b", size=(2, 2))
-    assert not flat.clients and len(flat.test) == 10 and flat.train.inputs.shape == (10, 1, 2, 2)
+    flat = from_folder(tmp_path / "by" / "a", test=tmp_path / "by" / "b", size=(4, 3))
+    assert not flat.clients and len(flat.test) == 10 and flat.train.inputs.shape == (10, 1, 4, 3)
     picture(tmp_path / "by" / "a" / "cat" / "z.png", 0, size=(5, 5))
     with pytest.raises(DataError, match=r"z.png: the picture has 5 x 5 pixels .*size=\(height"):
         from_folder(tmp_path / "by")
