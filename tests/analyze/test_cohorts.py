@@ -19,10 +19,10 @@ from fedbasin.analyze.decomposition import (
     ensemble_gap,
     error_by_count,
     linear_cka,
+    locality,
     mean_of_pairs,
     squared_error,
 )
-from fedbasin.analyze.distance import locality
 from fedbasin.analyze.neurons import (
     class_concentration,
     mass_concentration,

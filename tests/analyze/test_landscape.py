@@ -3,12 +3,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedbasin.analyze.fitting import settled, way_left
 from fedbasin.analyze.following import follow, full_gradient
 from fedbasin.analyze.hessian import hessian_product, slice_along, top_eigenvalues
-from fedbasin.analyze.landscape import line, plane, plane_axes
+from fedbasin.analyze.landscape import line, plane, plane_axes, weight_plane
+from fedbasin.analyze.show_server import settled, way_left
 from fedbasin.analyze.shrinking import histogram, pulls, rescale
-from fedbasin.analyze.simplex import weight_plane
 from fedbasin.core.evaluator import Evaluator, Measured, mix
 from fedbasin.core.net import Net
 from fedbasin.core.rng import root, torch_draws_from

@@ -3,6 +3,8 @@
 import hashlib
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,16 @@ def encoded(pixels, form="PNG", mode=None):
     buffer = io.BytesIO()
     (image.convert(mode) if mode else image).save(buffer, form, lossless=True)
     return buffer.getvalue()
+
+
+def bomb(width, height):
+    """A PNG of a few bytes that claims to be enormous."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
+    )
 
 
 def cell(data):

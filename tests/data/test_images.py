@@ -1,11 +1,8 @@
-import struct
-import zlib
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data.making import cell, encoded, images_file, pictures, usps, write
+from data.making import bomb, cell, encoded, images_file, pictures, usps, write
 from PIL import Image
 
 from fedbasin.data import DataError, images
@@ -78,16 +75,6 @@ def test_progress_counts_rows_up_to_the_total(root, rng, open_):
     open_("usps", progress=lambda *report: seen.append(report))
     assert [done for _, done, _ in seen] == [256, 512, 600, 610]
     assert {(what, total) for what, _, total in seen} == {("decoding usps", 610)}
-
-
-def bomb(width, height):
-    """A PNG of a few bytes that claims to be enormous."""
-    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in chunks
-    )
 
 
 GOOD = encoded(np.zeros((6, 5)))

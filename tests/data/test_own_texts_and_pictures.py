@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from data.making import bomb
 from PIL import Image
 
 from fedbasin.data import DataError, HashedWords, from_folder, from_huggingface, from_texts
@@ -70,8 +71,8 @@ def test_a_folder_by_class_and_by_client(tmp_path):
     for part in (data.train, data.test):
         value = part.inputs[:, 0, 0, 0]
         assert (part.labels == value // 10 % 2).all() and (part.groups == value % 10).all()
-    flat = from_folder(tmp_path / "by" / "a", test=tmp_path / "by" / "b", size=(2, 2))
-    assert not flat.clients and len(flat.test) == 10 and flat.train.inputs.shape == (10, 1, 2, 2)
+    flat = from_folder(tmp_path / "by" / "a", test=tmp_path / "by" / "b", size=(4, 3))
+    assert not flat.clients and len(flat.test) == 10 and flat.train.inputs.shape == (10, 1, 4, 3)
     picture(tmp_path / "by" / "a" / "cat" / "z.png", 0, size=(5, 5))
     with pytest.raises(DataError, match=r"z.png: the picture has 5 x 5 pixels .*size=\(height"):
         from_folder(tmp_path / "by")
@@ -80,7 +81,10 @@ def test_a_folder_by_class_and_by_client(tmp_path):
         from_folder(tmp_path / "by")
     (tmp_path / "broken" / "cat").mkdir(parents=True)
     (tmp_path / "broken" / "cat" / "x.png").write_text("no picture")
-    with pytest.raises(DataError, match=r"x.png: cannot be decoded"):
+    with pytest.raises(DataError, match=r"x.png: the image cannot be decoded"):
+        from_folder(tmp_path / "broken")
+    (tmp_path / "broken" / "cat" / "x.png").write_bytes(bomb(60_000, 60_000))
+    with pytest.raises(DataError, match=r"x.png: the image has more than 32,000,000 pixels"):
         from_folder(tmp_path / "broken")
     with pytest.raises(DataError, match="there is no folder"):
         from_folder(tmp_path / "nowhere")

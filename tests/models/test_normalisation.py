@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from fedbasin.models import convolution
 from fedbasin.models.convolution import Conv2d
-from fedbasin.models.normalisation import GroupNorm, Normalisation
-from fedbasin.models.parts import GlobalAverage
+from fedbasin.models.parts import GlobalAverage, GroupNorm, Normalisation
 
 CLIENTS, BATCH, CHANNELS, GROUPS = 3, 4, 6, 2
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbasin.models import convolution
-from fedbasin.models.pooling import MaxPool2d, Pooling
+from fedbasin.models.parts import MaxPool2d, Pooling
 
 CLIENTS = 3
 

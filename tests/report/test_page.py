@@ -13,8 +13,7 @@ from report.making import HOSTILE, SETTINGS, add_analysis, every_kind, make_run
 
 from fedbasin.core.record import RunFolder
 from fedbasin.core.settings import flatten
-from fedbasin.report.page import render, say_bytes, write_page
-from fedbasin.report.reproduce import recipes
+from fedbasin.report.page import recipes, render, say_bytes, write_page
 from fedbasin.report.runs import find_runs, read_runs
 
 

@@ -10,8 +10,7 @@ from scipy import stats
 from fedbasin.core.holdings import Holdings
 from fedbasin.core.record import RecordError, RoundRecord, RunFolder
 from fedbasin.report.chart_data import chart_data
-from fedbasin.report.curves import draw_curves
-from fedbasin.report.figures import write_figures
+from fedbasin.report.curves import draw_curves, write_figures
 from fedbasin.report.paired import paired_difference
 from fedbasin.report.runs import Run, find_runs, read_runs, shared_holdings
 from fedbasin.report.table import by_label, cells, differences, summarise

@@ -8,10 +8,9 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from fedbasin.cli import app
-from fedbasin.report.coinciding import coinciding
 from fedbasin.report.page import breakable, count, render
 from fedbasin.report.runs import find_runs, read_runs
-from fedbasin.report.verdict import verdict
+from fedbasin.report.verdict import coinciding, verdict
 
 
 def runs_of(folder, scores):

@@ -18,7 +18,7 @@ from fedbasin.data.transform import Transform
 from fedbasin.experiment import ConfigError, Experiment, build
 from fedbasin.experiment.config import LocalConfig, PartitionConfig, SimConfig
 from fedbasin.local import SGD, AdamW, Prox, Trainer, batches
-from fedbasin.local.draws import cohort_rows
+from fedbasin.local.batches import cohort_rows
 from fedbasin.local.step import Point
 from fedbasin.methods import FedAvg, Scaffold
 from fedbasin.sim import LoopExecutor, Population

@@ -15,8 +15,7 @@ from fedbasin.local import SGD, Trainer
 from fedbasin.methods.parts.client_momentum import ClientMomentum, SharedMomentum
 from fedbasin.models import convolution
 from fedbasin.models.convolution import Convolution
-from fedbasin.models.normalisation import Normalisation
-from fedbasin.models.pooling import Pooling
+from fedbasin.models.parts import Normalisation, Pooling
 from fedbasin.sim import LoopExecutor, Population
 from fedbasin.sim.captured_step import CapturedStep, in_place, repeated
 from fedbasin.sim.clients import ClientStates

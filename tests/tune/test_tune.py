@@ -13,12 +13,18 @@ from fedbasin.experiment import build
 from fedbasin.experiment.config import (
     read_experiment,
 )
-from fedbasin.report.tuning import expected_best
 from fedbasin.sim.rounds import Simulation
 from fedbasin.tuning import TuneError, read_over, tune
 from fedbasin.tuning.arguments import arguments_of, with_values
 from fedbasin.tuning.points import settings, sobol
-from fedbasin.tuning.result import table_lines, trial_lines, tuned_rows, verdict_of, write_report
+from fedbasin.tuning.result import (
+    expected_best,
+    table_lines,
+    trial_lines,
+    tuned_rows,
+    verdict_of,
+    write_report,
+)
 from fedbasin.tuning.search import Trial
 from fedbasin.tuning.search import _ordered as ordered
 from fedbasin.tuning.search import _score as score_of

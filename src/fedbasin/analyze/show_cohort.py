@@ -23,10 +23,10 @@ from fedbasin.analyze.decomposition import (
     ensemble_by_count,
     ensemble_gap,
     error_by_count,
+    locality,
     mean_of_pairs,
     squared_error,
 )
-from fedbasin.analyze.distance import locality
 from fedbasin.analyze.subject import (
     AnalysisError,
     Curves,

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from fedbasin.analyze.hessian import hessian_product, slice_along, top_eigenvalues
-from fedbasin.analyze.landscape import Plane, Slice, line, plane
+from fedbasin.analyze.landscape import Plane, Slice, line, plane, weight_plane
 from fedbasin.analyze.shrinking import Rescaled, rescale
-from fedbasin.analyze.simplex import weight_plane
 from fedbasin.analyze.subject import (
     AnalysisError,
     Curves,

@@ -1,4 +1,12 @@
-"""Analyses of what the server does in a round: FedLAW's fit, steps beside the full gradient."""
+r"""Analyses of what the server does in a round: FedLAW's fit, steps beside the full gradient.
+
+How soon a fit settles, Li et al. (FedLAW), Figure 14:
+
+    left(e) = |v_e - v_E|_1 / |v_0 - v_E|_1
+
+for numbers v_e after epoch e of E: 1 at the start, 0 at the end. A fit that passes its end and
+comes back is above 0 while it does so.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbasin.analyze.fitting import settled, way_left
 from fedbasin.analyze.following import follow, full_gradient
 from fedbasin.analyze.subject import (
     AnalysisError,
@@ -26,6 +33,7 @@ from fedbasin.analyze.subject import (
 from fedbasin.core.record import RoundRecord
 
 _STAGES = 3
+_SETTLED = 0.05
 _ALIKE = 1e-6  # steps that differ by rounding alone
 
 
@@ -95,6 +103,21 @@ def _weights(title: str, path: Tensor, cohort: Sequence[int], options: Options) 
             name = f"group {number}" if options.groups else f"client {min(group)}"
             curves.line(name, range(len(path)), path[:, places].mean(1))
     return curves
+
+
+def way_left(path: Tensor) -> Tensor:
+    """Return the share of the way that is left, [E + 1]; NaN where a path [E + 1, k] ends at its
+    start."""
+    far = (path - path[-1]).abs().sum(1)
+    return far / far[0] if float(far[0]) > 0 else torch.full_like(far, torch.nan)
+
+
+def settled(left: Tensor) -> int | None:
+    """Return the first epoch from which at most 5 % of the way is left; None where none was."""
+    if bool(left.isnan().any()):
+        return None
+    beyond = (left > _SETTLED).nonzero()
+    return int(beyond[-1]) + 1 if len(beyond) else 0
 
 
 @analysis(

@@ -42,7 +42,7 @@ def report(
     anyone. --png and --svg write the same plots for a paper, beside the page.
     """
     from fedbasin.core.suggest import nearest
-    from fedbasin.report.figures import write_figures
+    from fedbasin.report.curves import write_figures
     from fedbasin.report.page import write_page
     from fedbasin.report.runs import find_runs, read_runs
 

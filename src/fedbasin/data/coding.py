@@ -86,6 +86,14 @@ def missing_rows(column: pa.ChunkedArray) -> NDArray[np.bool_]:
     return marks
 
 
+def refuse_missing(gone: NDArray[np.bool_], what: str, place: Place, fix: str) -> None:
+    """Refuse missing values, and name the first row that has one."""
+    if gone.any():
+        missing = f"{what}, {place(int(gone.argmax()))}: the value is missing"
+        count = f"({int(gone.sum()):,} such rows)"
+        raise DataError(f"{missing} {count}: {fix}", f"{missing}: {fix}")
+
+
 def distinct(column: pa.ChunkedArray) -> int:
     """Return how many values a column has."""
     return len(pc.unique(column))

@@ -117,7 +117,7 @@ class Dataset:
         clients: whether groups are the clients of a federation. Then those with training rows have
             the first numbers; others are only tested on.
         fitted: whether `encoding` was fitted on the training rows. Where clients hold some of them
-            out, it is fitted again without these (`fedbasin.data.refitting`).
+            out, it is fitted again without these (`fedbasin.data.fitting`).
     """
 
     name: str
@@ -240,17 +240,21 @@ def _check_classes(labels: NDArray[Any], classes: int) -> None:
 
 def _refuse_gaps(name: str, array: NDArray[Any]) -> None:
     """Refuse NaN and infinity, and name the first row that has one."""
+    gap = first_gap(array)
+    if gap is not None:
+        raise ValueError(
+            f"{name} holds {array[gap]} in row {gap[0]}: fill in a number, or remove the row"
+        )
+
+
+def first_gap(array: NDArray[Any]) -> tuple[int, ...] | None:
+    """Return where the first NaN or infinity is; None where all numbers are finite."""
     if array.dtype.kind != "f":
-        return
-    each = max(1, int(np.prod(array.shape[1:])))
-    step = max(1, _CHECKED_AT_ONCE // each)
+        return None
+    step = max(1, _CHECKED_AT_ONCE // max(1, int(np.prod(array.shape[1:]))))
     for first in range(0, len(array), step):
-        block = array[first : first + step]
-        good = np.isfinite(block).reshape(len(block), -1).all(axis=1)
-        if not good.all():
-            row = first + int(good.argmin())
-            values = array[row].ravel()
-            value = values[~np.isfinite(values)][0]
-            raise ValueError(
-                f"{name} holds {value} in row {row}: fill in a number, or remove the row"
-            )
+        bad = ~np.isfinite(array[first : first + step])
+        if bad.any():
+            row, *place = (int(axis[0]) for axis in np.nonzero(bad))
+            return (first + row, *place)
+    return None

@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fedbasin.core.reading import Reader
+from fedbasin.data.coding import refuse_missing
 from fedbasin.data.dataset import DataError
 from fedbasin.data.table import KIND_NAMES, ColumnKind, Table, first_odd, open_table
 
@@ -252,7 +253,7 @@ class Encoding:
         """Read a column of numbers; infinity is refused, and NaN where the rule says so."""
         values = known_numbers(table, column.name)
         if self.missing == "refuse":
-            refuse_missing(table, column.name, np.isnan(values))
+            refuse_gaps(table, column.name, np.isnan(values))
         return values
 
     def _codes(self, table: Table, column: Category) -> NDArray[np.int32]:
@@ -260,7 +261,7 @@ class Encoding:
         values = table.column(column.name).cast(pa.large_string())
         gone = values.is_null().to_numpy()
         if self.missing == "refuse":
-            refuse_missing(table, column.name, gone)
+            refuse_gaps(table, column.name, gone)
         listed = pa.array(column.values, type=pa.large_string())
         found = pc.fill_null(pc.index_in(values, value_set=listed), -1)
         codes: NDArray[np.int32] = found.to_numpy().astype(np.int32)
@@ -300,13 +301,10 @@ def known_numbers(table: Table, name: str) -> NDArray[Any]:
     return values
 
 
-def refuse_missing(table: Table, name: str, gone: NDArray[np.bool_]) -> None:
-    """Refuse missing values, and name the first row that has one."""
-    if gone.any():
-        missing = f"column {name!r}, {table.place(int(gone.argmax()))}: the value is missing"
-        fix = "fill it in, or set missing='mean' or 'indicator'"
-        count = f"({int(gone.sum()):,} such rows)"
-        raise DataError(f"{missing} {count}: {fix}", f"{missing}: {fix}")
+def refuse_gaps(table: Table, name: str, gone: NDArray[np.bool_]) -> None:
+    """Refuse missing values of a column to learn from."""
+    fix = "fill it in, or set missing='mean' or 'indicator'"
+    refuse_missing(gone, f"column {name!r}", table.place, fix)
 
 
 def _other_kind(table: Table, column: Column, kind: ColumnKind) -> DataError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -18,12 +17,10 @@ from fedbasin.data.arrays import Contents, Progress, Writer
 from fedbasin.data.dataset import DataError
 from fedbasin.data.layout import SourceFile
 from fedbasin.data.parquet import Columns, batches, find_columns, read_groups, read_labels
+from fedbasin.data.pictures import decode, is_grey, opened
 from fedbasin.data.sources import Source
 from fedbasin.data.split import held_out
 
-# Formats that are plain pixels; others (SVG-like, scripts, exotic codecs) are refused unopened.
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-_MAX_PIXELS = 32_000_000
 _CHUNK = 256
 _CHUNK_BYTES = 32_000_000
 # Below this size Pillow spends its time in Python, where threads only get in each other's way.
@@ -129,7 +126,7 @@ def _frame(source: Source, pairs: list[tuple[SourceFile, Columns]]) -> Frame:
         raise DataError(f"{file.path} has no rows; fetch or copy it again")
     with _opened(file, 0, first[1][0]) as image:
         width, height = image.size
-        channels = source.channels or (1 if image.mode in ("1", "L", "LA") else 3)
+        channels = source.channels or (1 if is_grey(image) else 3)
     big = width * height >= _PIXELS_WORTH_A_THREAD
     workers = min(8, os.cpu_count() or 1) if big else 1
     height, width = source.size or (height, width)
@@ -176,56 +173,23 @@ def _decode(file: SourceFile, first: int, values: list[Any], frame: Frame) -> ND
 
 
 def _opened(file: SourceFile, row: int, value: Any) -> Any:
-    """Open one image without decoding it yet; refuse what is no image or far too large."""
-    from PIL import Image
-
+    """Open the image of one cell without decoding it yet."""
     data = value.get("bytes") if isinstance(value, dict) else None
     if not data:
         raise DataError(
             f"{file.path} row {row}: the image is empty or stored outside the file; "
             "fedbasin reads images that lie in the parquet file itself"
         )
-    try:
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise _undecodable(file, row, error) from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_large(file, row) from error
-    if image.width * image.height > _MAX_PIXELS:
-        raise _too_large(file, row)
-    return image
+    return opened(f"{file.path} row {row}", data)
 
 
 def _pixels(file: SourceFile, row: int, image: Any, frame: Frame) -> NDArray[np.uint8]:
     """Decode one opened image to [H, W, 3] (or [H, W, 1], which spreads over the channels)."""
-    from PIL import Image
-
     if not frame.resize and image.size != (frame.width, frame.height):
         raise DataError(
             f"{file.path} row {row}: the image is {image.width}x{image.height}, the first one is "
             f"{frame.width}x{frame.height}; name the dataset as hf:...?size=PIXELS to resize all"
         )
-    if image.mode.startswith(("I", "F")):
-        raise DataError(f"{file.path} row {row}: pixels of mode {image.mode} are not 8 bits deep")
-    try:
-        if image.mode not in ("L", "RGB"):
-            image = image.convert("RGB")
-        if image.size != (frame.width, frame.height):
-            image = image.resize((frame.width, frame.height), Image.Resampling.BILINEAR)
-        pixels: NDArray[np.uint8] = np.asarray(image)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise _undecodable(file, row, error) from error
+    mode = "L" if image.mode == "L" else "RGB"
+    pixels = decode(f"{file.path} row {row}", image, mode, (frame.height, frame.width))
     return pixels[..., None] if pixels.ndim == 2 else pixels
-
-
-def _undecodable(file: SourceFile, row: int, error: Exception) -> DataError:
-    return DataError(
-        f"{file.path} row {row}: the image cannot be decoded ({str(error).splitlines()[0]}); "
-        "fetch or copy the file again"
-    )
-
-
-def _too_large(file: SourceFile, row: int) -> DataError:
-    return DataError(
-        f"{file.path} row {row}: the image has more than {_MAX_PIXELS:,} pixels and is refused"
-    )

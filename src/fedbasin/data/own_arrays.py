@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fedbasin.data.coding import Coded, coded, missing_rows
-from fedbasin.data.dataset import KINDS, DataError, Dataset, Kind
+from fedbasin.data.coding import Coded, coded, missing_rows, refuse_missing
+from fedbasin.data.dataset import KINDS, DataError, Dataset, Kind, first_gap
 from fedbasin.data.holdout import Holdout, TestBy, check_share, plan
 from fedbasin.data.naming import finished
 from fedbasin.data.targets import Classes, Labels, labels_of
@@ -187,21 +187,17 @@ def _inputs(x: Any, what: str) -> NDArray[Any]:
 
 def _refuse_gaps(array: NDArray[Any], what: str) -> None:
     """Refuse NaN and infinity, and name row and column."""
-    if array.dtype.kind != "f":
+    gap = first_gap(array)
+    if gap is None:
         return
-    step = max(1, (1 << 22) // int(np.prod(array.shape[1:])))  # little memory beside the data
-    for first in range(0, len(array), step):
-        bad = ~np.isfinite(array[first : first + step])
-        if bad.any():
-            row, *column = (int(axis[0]) for axis in np.nonzero(bad))
-            value = array[first + row][tuple(column)]
-            where = column[0] if len(column) == 1 else column
-            place = f"{_place(first + row)}, column {where}"
-            fix = "fill in a number below the type's largest, or remove the row"
-            raise DataError(
-                f"{what} holds {value} in {place}: {fix}",
-                f"{what} is not finite in {place}: {fix}",
-            )
+    row, *column = gap
+    where = column[0] if len(column) == 1 else column
+    place = f"{_place(row)}, column {where}"
+    fix = "fill in a number below the type's largest, or remove the row"
+    raise DataError(
+        f"{what} holds {array[gap]} in {place}: {fix}",
+        f"{what} is not finite in {place}: {fix}",
+    )
 
 
 def _kind(inputs: NDArray[Any], kind: Kind | None) -> Kind:
@@ -260,12 +256,7 @@ def _column(array: NDArray[Any], what: str) -> pa.ChunkedArray:
             f"{what} holds values of several types ({str(error).splitlines()[0]}): give numbers or "
             "names"
         ) from error
-    known = ~missing_rows(column)
-    if not known.all():
-        missing = f"{what}, {_place(int((~known).argmax()))}: the value is missing"
-        fix = "fill it in, or remove the row"
-        count = f"({int((~known).sum()):,} such rows)"
-        raise DataError(f"{missing} {count}: {fix}", f"{missing}: {fix}")
+    refuse_missing(missing_rows(column), what, _place, "fill it in, or remove the row")
     return column
 
 
@@ -302,6 +293,5 @@ def _moments(time: Any) -> NDArray[Any]:
             f"time is {array.dtype.name} {list(array.shape)}: give numbers or dates [n]"
         )
     gone = np.isnat(array) if array.dtype.kind in "mM" else np.isnan(array)
-    if gone.any():
-        raise DataError(f"time, {_place(int(gone.argmax()))}: the value is missing: fill it in")
+    refuse_missing(gone, "time", _place, "fill it in")
     return array

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fedbasin.data.coding import Coded, coded, missing_rows
+from fedbasin.data.coding import Coded, coded, missing_rows, refuse_missing
 from fedbasin.data.dataset import DataError, Dataset
 from fedbasin.data.encoding import Categories, Category, Column, Encoding, Missing
 from fedbasin.data.fitting import fit_column
@@ -325,11 +325,9 @@ def _rows_with_target(table: Table, recipe: _Recipe) -> NDArray[np.bool_] | None
     if not gone:
         return None
     if recipe.missing_target == "refuse":
-        row = int((~known).argmax())
         names = ", ".join(map(repr, recipe.targets))
-        missing = f"target {names}, {table.place(row)}: the value is missing"
         fix = "fill it in, or set missing_target='drop' to leave such rows out"
-        raise DataError(f"{missing} ({gone:,} such rows): {fix}", f"{missing}: {fix}")
+        refuse_missing(~known, f"target {names}", table.place, fix)
     if not known.any():
         fault = f"no row has a target {recipe.targets[0]!r}: name another column"
         raise DataError(fault, fault)
@@ -364,12 +362,8 @@ def _clients(table: Table, name: str) -> Coded:
         fault = f"client {name!r} holds {KIND_NAMES[table.kind(name)]}"
         raise DataError(f"{fault}: give names or whole numbers", f"{fault}: give names")
     column = table.column(name)
-    known = ~missing_rows(column)
-    if not known.all():
-        missing = f"client {name!r}, {table.place(int((~known).argmax()))}: the value is missing"
-        fix = "fill in a name, or remove these rows"
-        count = f"({int((~known).sum()):,} such rows)"
-        raise DataError(f"{missing} {count}: {fix}", f"{missing}: {fix}")
+    fix = "fill in a name, or remove these rows"
+    refuse_missing(missing_rows(column), f"client {name!r}", table.place, fix)
     if table.kind(name) == "number":
         values = table.numbers(name)
         odd = values != np.floor(values)
@@ -393,13 +387,8 @@ def _moments(table: Table, names: tuple[str, ...]) -> NDArray[np.int64]:
             )
             raise DataError(fault, fault)
         column = table.column(name)
-        known = ~missing_rows(column)
-        if not known.all():
-            fault = (
-                f"time {name!r}, {table.place(int((~known).argmax()))}: the value is missing: fill "
-                "it in, or remove the row"
-            )
-            raise DataError(fault, fault)
+        fix = "fill it in, or remove the row"
+        refuse_missing(missing_rows(column), f"time {name!r}", table.place, fix)
         ranks = np.unique(_as_numbers(column), return_inverse=True)[1]
         # Ranks of pairs stay below the number of rows, so products fit in 64 bits.
         moments = np.unique(moments * (int(ranks.max()) + 1) + ranks, return_inverse=True)[1]

@@ -1,19 +1,21 @@
-"""Pictures of a user, in files or in memory, as uint8 arrays [n, channels, height, width]."""
+"""Pictures in files or in memory: opened with bounds, decoded to uint8."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedbasin.data.dataset import DataError
 
-# Formats that are plain pixels; others are refused unopened.
+# Formats that are plain pixels; others (SVG-like, scripts, exotic codecs) are refused unopened.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _MAX_PIXELS = 32_000_000
+_GREY = ("1", "L", "LA")
 
 
 def decoded(
@@ -27,11 +29,14 @@ def decoded(
         size: (height, width) that all are resized to; None to refuse other sizes than the first's.
     """
     result: NDArray[np.uint8] | None = None
-    mode = "L"
+    grey = True
     for row, (place, picture) in enumerate(pictures):
-        pixels, own_mode = _pixels(place, picture, size, None if result is None else mode)
+        with opened(place, picture) as image:
+            if result is None:
+                grey = is_grey(image)
+            pixels = decode(place, image, "L" if grey else "RGB", size)
+        pixels = pixels[None] if grey else pixels.transpose(2, 0, 1)
         if result is None:
-            mode = own_mode
             result = np.empty((count, *pixels.shape), dtype=np.uint8)
         if pixels.shape != result.shape[1:]:
             raise DataError(
@@ -45,25 +50,57 @@ def decoded(
     return result
 
 
-def _pixels(
-    place: str, picture: Path | bytes, size: tuple[int, int] | None, mode: str | None
-) -> tuple[NDArray[np.uint8], str]:
-    """Decode one picture to [channels, height, width], and say its mode, L or RGB."""
+def opened(place: str, picture: Path | bytes) -> Any:
+    """Open one image without decoding it yet; refuse what is no image or far too large."""
     from PIL import Image
 
+    source = io.BytesIO(picture) if isinstance(picture, bytes) else picture
     try:
-        source = io.BytesIO(picture) if isinstance(picture, bytes) else picture
-        with Image.open(source, formats=_FORMATS) as image:
-            if image.width * image.height > _MAX_PIXELS:
-                raise DataError(f"{place}: more than {_MAX_PIXELS:,} pixels are refused")
-            if image.mode.startswith(("I", "F")):
-                raise DataError(f"{place}: pixels of mode {image.mode} are not 8 bits deep")
-            wanted = mode or ("L" if image.mode in ("1", "L", "LA") else "RGB")
-            flat = image.convert(wanted)
-            if size is not None and flat.size != (size[1], size[0]):
-                flat = flat.resize((size[1], size[0]), Image.Resampling.BILINEAR)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{place}: cannot be decoded ({reason}): write it again") from error
-    pixels: NDArray[np.uint8] = np.asarray(flat)
-    return (pixels[None] if wanted == "L" else pixels.transpose(2, 0, 1)), wanted
+        image = Image.open(source, formats=_FORMATS)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _undecodable(place, error) from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_large(place) from error
+    if image.width * image.height > _MAX_PIXELS:
+        raise _too_large(place)
+    return image
+
+
+def is_grey(image: Any) -> bool:
+    """Whether an opened image has no colours."""
+    return image.mode in _GREY
+
+
+def decode(place: str, image: Any, mode: str, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+    """Decode an opened image to [H, W] (mode L) or [H, W, 3] (RGB).
+
+    Args:
+        place: how errors call it.
+        image: what `opened` gives.
+        mode: what it is brought to.
+        size: (height, width) that it is resized to; None to leave it as it is.
+    """
+    from PIL import Image
+
+    if image.mode.startswith(("I", "F")):
+        raise DataError(f"{place}: pixels of mode {image.mode} are not 8 bits deep")
+    try:
+        if image.mode != mode:
+            image = image.convert(mode)
+        if size is not None and image.size != (size[1], size[0]):
+            image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+        pixels: NDArray[np.uint8] = np.asarray(image)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _undecodable(place, error) from error
+    return pixels
+
+
+def _undecodable(place: str, error: Exception) -> DataError:
+    return DataError(
+        f"{place}: the image cannot be decoded ({str(error).splitlines()[0]}); "
+        "fetch or copy the file again"
+    )
+
+
+def _too_large(place: str) -> DataError:
+    return DataError(f"{place}: the image has more than {_MAX_PIXELS:,} pixels and is refused")

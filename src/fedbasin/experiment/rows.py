@@ -130,7 +130,7 @@ def cut_rows(experiment: Experiment, dataset: data.Dataset) -> Rows:
     parts = home.without(unseen)
     encoding = dataset.encoding
     if encoding is not None and dataset.fitted and (held.order.size or unseen.size):
-        from fedbasin.data.refitting import refitted  # pyarrow takes time to import
+        from fedbasin.data.fitting import refitted  # pyarrow takes time to import
 
         used = np.zeros(len(train), dtype=np.bool_)
         used[parts.order] = True

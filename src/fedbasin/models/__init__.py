@@ -17,11 +17,10 @@ from fedbasin.models.convnets import (
     vgg11,
 )
 from fedbasin.models.convolution import Conv2d
-from fedbasin.models.custom import custom
+from fedbasin.models.custom import custom, given
 from fedbasin.models.dense import logistic, mlp
 from fedbasin.models.densenet import densenet121
 from fedbasin.models.dropout import Dropout, key_names, number_sites
-from fedbasin.models.given import given
 from fedbasin.models.lora import lora, with_lora
 from fedbasin.models.mobilenet import mobilenetv2
 from fedbasin.models.network import Network

@@ -18,8 +18,7 @@ from fedbasin.models import parts
 from fedbasin.models.convolution import Conv2d
 from fedbasin.models.dropout import Dropout
 from fedbasin.models.network import Network
-from fedbasin.models.parts import Layers, Norm, Shape
-from fedbasin.models.pooling import MaxPool2d
+from fedbasin.models.parts import Layers, MaxPool2d, Norm, Shape
 
 FEDIMA = "Zhou et al., IEEE TMC 2024 (FedIMA)"
 FEDIMA_URL = "https://arxiv.org/abs/2305.07845"

@@ -1,4 +1,4 @@
-"""A user's own network, named by the import path of a function that makes it."""
+"""A user's own network: given as a Python object, or named by the path of what makes it."""
 
 from __future__ import annotations
 
@@ -74,3 +74,17 @@ def made_by(factory: Callable[..., Any], shape: Shape, classes: int, what: str) 
         raise ValueError(f"{what} returned a {type(network).__name__}, not a torch.nn.Module")
     number_sites(network)
     return network
+
+
+@entry("model")
+def given(shape: Shape, classes: int, *, name: str) -> nn.Module:
+    """A network given as a Python object: ``Experiment(model=module_or_function)``.
+
+    Args:
+        name: its class or function, for the records.
+    """
+    raise ValueError(
+        f"the network {name} was given as a Python object; give it again with "
+        "model=, as in fedbasin.resume(folder, model=...), or name a function that makes it: "
+        "custom(path='my_module:factory')"
+    )

@@ -1,4 +1,7 @@
-"""Run records to a figure for print: a measure against rounds, seconds or bytes."""
+"""The page's plots once more, for print: learning curves, and who holds what.
+
+A curve is a measure against rounds, seconds or bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from fedbasin.core.record import RoundRecord
-from fedbasin.report.partition_figure import as_text
-from fedbasin.report.runs import Run, headline_of_runs
+from fedbasin.report.partition_figure import as_text, partition_figure
+from fedbasin.report.runs import Run, headline_of_runs, shared_holdings, title_of
 from fedbasin.report.table import by_label
 
 # Okabe and Ito's colours without yellow, which is lost on white; told apart by colour-blind
@@ -25,6 +28,41 @@ _AXES: dict[Against, tuple[str, Callable[[RoundRecord], float]]] = {
     "seconds": ("seconds", lambda record: record.seconds),
     "bytes": ("megabytes sent and received", lambda r: (r.bytes_down + r.bytes_up) / 1e6),
 }
+
+
+def write_figures(runs: Sequence[Run], stem: Path, ending: Literal["png", "svg"]) -> list[Path]:
+    """Write the learning curves and who holds what; return the files.
+
+    Args:
+        runs: the runs.
+        stem: folder and beginning of the file names.
+        ending: the format.
+    """
+    import matplotlib
+
+    title = title_of(runs)
+    written = []
+
+    def named(what: str) -> Path:
+        written.append(stem.with_name(f"{stem.name}-{what}.{ending}"))
+        return written[-1]
+
+    # Text stays text in an SVG file, so that it can be searched and set in the paper's font.
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        headline = headline_of_runs(runs).name
+        curves: list[tuple[str, Against]] = [
+            (headline, "round"),
+            (headline, "seconds"),
+            (headline, "bytes"),
+            ("loss", "round"),
+        ]
+        for measure, against in curves:
+            path = named(f"{measure}-by-{against}")
+            draw_curves(runs, path, title=title, measure=measure, against=against, dpi=300)
+        for number, (said, held) in enumerate(shared_holdings(runs), start=1):
+            line = f"{title}, {len(held.sizes):,} clients, {said}"
+            partition_figure(held.stacked, held.classes, named(f"clients{number}"), line)
+    return written
 
 
 def draw_curves(

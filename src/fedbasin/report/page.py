@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -15,23 +16,22 @@ from markupsafe import Markup, escape
 
 from fedbasin.core.figure_data import Analysis
 from fedbasin.core.record import Headline, write_atomically
-from fedbasin.core.settings import write_value
+from fedbasin.core.settings import nest, write_toml, write_value
 from fedbasin.report.chart_data import chart_data
-from fedbasin.report.coinciding import coinciding
 from fedbasin.report.curves import COLOURS
 from fedbasin.report.paired import Difference, least_ratio
-from fedbasin.report.reproduce import recipes
 from fedbasin.report.runs import (
     Run,
     headline_of_runs,
     is_federated,
+    partition_follows_seed,
     shared_facts,
     telling_settings,
     title_of,
 )
 from fedbasin.report.served import say_gains, served_lines
 from fedbasin.report.table import Row, by_label, cells, differences, summarise
-from fedbasin.report.verdict import verdict
+from fedbasin.report.verdict import coinciding, verdict
 
 _SCRIPTS = ("d3-7.9.0.min.js", "plot-0.6.17.umd.min.js", "page.js")
 _MADE_WITH = ("python", "device", "executor", "commit")
@@ -64,6 +64,15 @@ class Found:
 
     place: str
     analysis: Analysis
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A settings file and the commands that read it."""
+
+    file: str
+    settings: str
+    commands: tuple[str, ...]
 
 
 def write_page(
@@ -299,3 +308,44 @@ def _environment(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, int]]]]
     if known := [size for size in memory if isinstance(size, int)]:
         table["peak memory"] = {f"{say_bytes(max(known))} at most": len(known)}
     return [(name, list(counts.items())) for name, counts in table.items()]
+
+
+def recipes(runs: Sequence[Run]) -> list[Recipe]:
+    """Return what makes the runs again; those without settings on record are left out.
+
+    Runs that differ in method and seed alone share a settings file; methods that ran with the
+    same seeds share a command.
+    """
+    shared: dict[str, list[Run]] = {}
+    follows = partition_follows_seed(runs)
+    for run in runs:
+        if run.settings:
+            shared.setdefault(write_toml(nest(_common(run, follows))), []).append(run)
+    found = []
+    for number, (settings, members) in enumerate(shared.items(), start=1):
+        file = "settings.toml" if len(shared) == 1 else f"settings{number}.toml"
+        found.append(Recipe(file, settings, tuple(_commands(members, file))))
+    return found
+
+
+def _common(run: Run, follows: bool) -> dict[str, Any]:
+    """Return the settings without what the command line gives."""
+    kept = {k: v for k, v in run.settings.items() if k not in ("method", "seed")}
+    return kept | ({"partition.seed": -1} if follows and "partition.seed" in kept else {})
+
+
+def _commands(runs: Sequence[Run], file: str) -> list[str]:
+    seeds: dict[str, list[int]] = {}
+    for run in runs:
+        seeds.setdefault(str(run.settings.get("method", run.method)), []).append(run.seed)
+    methods: dict[tuple[int, ...], list[str]] = {}
+    for method, of_method in seeds.items():
+        methods.setdefault(tuple(sorted(of_method)), []).append(method)
+    return [
+        shlex.join(["fedbasin", "compare", *named, "--seeds", _listed(given), "--config", file])
+        for given, named in methods.items()
+    ]
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ",".join(map(str, seeds))

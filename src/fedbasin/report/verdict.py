@@ -1,4 +1,8 @@
-"""The sentence above a table: which method has the best mean, and whether the seeds can tell."""
+"""The sentences about all methods: which has the best mean, and which cannot be told apart.
+
+`verdict` asks whether the seeds can tell. `coinciding` names curves that lie on each other, and
+says from which round on they differ.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Sequence
 from fedbasin.core.record import Headline
 from fedbasin.report.paired import Difference
 from fedbasin.report.runs import Run, headline_of_runs
-from fedbasin.report.table import Row, differences, summarise
+from fedbasin.report.table import Row, by_label, differences, summarise
 
 _MOST_NAMED = 4  # methods that a sentence lists; others are counted
 _ENOUGH_SEEDS = 10  # what is advised where a few seeds cannot tell
@@ -93,3 +97,43 @@ def _unit(headline: Headline) -> str:
 
 def _over(seeds: int) -> str:
     return f" over {seeds} seeds" if seeds > 1 else ""
+
+
+def coinciding(runs: Sequence[Run]) -> list[str]:
+    """Return a sentence for each method whose first scored rounds equal another method's.
+
+    Equal means that training loss and all metrics are the same in all common seeds.
+    """
+    groups = list(by_label(runs).items())
+    said = []
+    for number, (label, members) in enumerate(groups):
+        longest = 0
+        sentence = ""
+        for other, theirs in groups[:number]:
+            until, always = _equal_until(members, theirs)
+            if until > longest:
+                longest = until
+                when = "in every round" if always else f"until round {until}"
+                sentence = f"{label} equals {other} {when}."
+        if sentence:
+            said.append(sentence)
+    return said
+
+
+def _equal_until(ours: Sequence[Run], theirs: Sequence[Run]) -> tuple[int, bool]:
+    """Return the last scored round before the first difference; whether there is none."""
+    partners = {run.seed: run for run in theirs}
+    pairs = [(run, partners[run.seed]) for run in ours if run.seed in partners]
+    lengths = {len(run.records) for pair in pairs for run in pair}
+    if not pairs:
+        return 0, False
+    until = 0
+    for number in range(min(lengths)):
+        for a, b in pairs:
+            mine = a.records[number]
+            yours = b.records[number]
+            if mine.metrics != yours.metrics or mine.train_loss != yours.train_loss:
+                return until, False
+        if any(value is not None for value in pairs[0][0].records[number].metrics.values()):
+            until = number + 1
+    return until, len(lengths) == 1

@@ -27,8 +27,7 @@ from fedbasin.core.rng import Key, fold_in, keys_tensor
 from fedbasin.core.round import Gathered, Launch, ProbeRequest, Sent
 from fedbasin.core.rule import Batch, Finish, Start
 from fedbasin.core.tree import concatenated, flatten, mapped, rebuild, row, stack
-from fedbasin.local.batches import AUGMENT, DROPOUT, count_steps
-from fedbasin.local.draws import cohort_rows
+from fedbasin.local.batches import AUGMENT, DROPOUT, cohort_rows, count_steps
 from fedbasin.local.step import Aux, Loss, Point, step
 from fedbasin.local.train import Trainer
 from fedbasin.sim.captured_step import (

@@ -1,20 +1,24 @@
-"""What a tuned comparison shows: the table with tests, the verdict, how settings were chosen."""
+"""What a tuned comparison shows: the table with tests, the verdict, how settings were chosen.
+
+And how much tuning a method needs, and which of its arguments matter, from the settings tried.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedbasin.core.figure_data import Analysis
-from fedbasin.core.record import RunFolder, write_atomically
+from fedbasin.core.figure_data import Analysis, Line, Lines, Panel, Table
+from fedbasin.core.record import Headline, RunFolder, write_atomically
 from fedbasin.core.space import Range
 from fedbasin.report.page import write_page
 from fedbasin.report.paired import Difference
 from fedbasin.report.runs import Run, read_runs
 from fedbasin.report.table import Row, differences, mean_ranks, summarise
-from fedbasin.report.tuning import Tried, expected_best, influence, tuning_analysis
 from fedbasin.report.verdict import verdict
 from fedbasin.tuning.search import Outcome, Trial
 
@@ -109,19 +113,132 @@ def verdict_of(outcome: Outcome) -> str:
 
 def analysis_of(outcome: Outcome) -> Analysis:
     """Return how settings were chosen, for the page."""
-    tried = {
-        method: [
-            Tried(t.number, t.values, t.score, t.rounds, t == outcome.chosen.get(method))
-            for t in outcome.of(method)
-        ]
-        for method in outcome.request.methods
-    }
+    headline = outcome.headline
     logarithmic = {
         argument.name: isinstance(argument.space, Range) and argument.space.scale == "log"
         for method in outcome.request.methods
         for argument in outcome.request.arguments(method)
     }
-    return tuning_analysis(tried, outcome.headline, logarithmic)
+    panels: list[Panel] = [_chosen_table(outcome)]
+    curves = []
+    for method in outcome.request.methods:
+        best = _best_by_budget(outcome, method)
+        if best:
+            y = tuple(headline.scale * value for value in best)
+            curves.append(Line(method, tuple(float(n + 1) for n in range(len(y))), y))
+    if curves:
+        title = "Expected best validation score against budget"
+        label = f"validation {headline.title}"
+        panels.append(Lines(title, "settings tried", label, tuple(curves)))
+    for method in outcome.request.methods:
+        panels += _sensitivity(method, outcome.of(method), headline, logarithmic)
+    return Analysis(
+        name="tuning",
+        title="How settings were chosen",
+        source="",
+        runs=outcome.request.methods,
+        panels=tuple(panels),
+        notes=(
+            "Scores are means over tuning seeds on rows held out from the clients' training data.",
+            "Settings that were stopped early count with the score they had then.",
+            "A setting that diverged counts as the worst known score of its method.",
+        ),
+    )
+
+
+def _best_by_budget(outcome: Outcome, method: str) -> list[float]:
+    """Return the expected best score of 1, 2, ... settings of a method."""
+    scores = [trial.score for trial in outcome.of(method)]
+    return expected_best(scores, higher_is_better=outcome.headline.higher_is_better)
+
+
+def expected_best(scores: Sequence[float | None], *, higher_is_better: bool) -> list[float]:
+    """Return the expected best score of 1, 2, ... settings drawn from those that were tried.
+
+    Draws are without replacement, so the last number is the best score of all. With the scores
+    in ascending order v_1 <= ... <= v_n,
+
+        E[max of b] = sum_i v_i C(i - 1, b - 1) / C(n, b)
+
+    (Dodge et al., EMNLP 2019, draw with replacement). A setting that diverged counts as the worst
+    score that is known. Empty where no setting has a score.
+
+    >>> [round(best, 2) for best in expected_best([1.0, 2.0, 4.0], higher_is_better=True)]
+    [2.33, 3.33, 4.0]
+    """
+    known = [score for score in scores if score is not None]
+    if not known:
+        return []
+    sign = 1.0 if higher_is_better else -1.0
+    worst = min(sign * score for score in known)
+    ordered = sorted(worst if score is None else sign * score for score in scores)
+    count = len(ordered)
+    best = []
+    for drawn in range(1, count + 1):
+        ways = math.comb(count, drawn)
+        mean = sum(v * math.comb(i, drawn - 1) / ways for i, v in enumerate(ordered))
+        best.append(sign * mean)
+    return best
+
+
+def influence(tried: Sequence[Trial], argument: str) -> float | None:
+    """Return Spearman's rank correlation of an argument with the score, in [-1, 1].
+
+    None for texts, and where fewer than three settings have a score or all are alike.
+    """
+    pairs = [(one.values[argument], one.score) for one in tried if one.score is not None]
+    numbers = [(v, s) for v, s in pairs if isinstance(v, int | float)]
+    if len(numbers) < 3 or len(numbers) < len(pairs):
+        return None
+    if len({v for v, _ in numbers}) < 2 or len({s for _, s in numbers}) < 2:
+        return None
+    from scipy import stats  # slow to import, and needed only here
+
+    values, scores = zip(*numbers, strict=True)
+    return float(stats.spearmanr(values, scores).statistic)
+
+
+def _chosen_table(outcome: Outcome) -> Table:
+    headline = outcome.headline
+    rows: list[tuple[str | float | None, ...]] = []
+    for method in outcome.request.methods:
+        own = outcome.of(method)
+        best = outcome.chosen.get(method)
+        failed = sum(one.score is None for one in own)
+        if best is None:
+            rows.append((method, "diverged for every setting", None, len(own), failed))
+            continue
+        said = ", ".join(f"{name} = {value}" for name, value in best.values.items())
+        score = None if best.score is None else headline.scale * best.score
+        rows.append((method, said or "nothing to tune", score, len(own), failed))
+    columns = ("method", "chosen", f"validation {headline.title}", "settings", "diverged")
+    return Table("Chosen settings", columns, tuple(rows))
+
+
+def _sensitivity(
+    method: str, tried: Sequence[Trial], headline: Headline, logarithmic: Mapping[str, bool]
+) -> list[Lines]:
+    """Return one panel for each argument that is a number: the score over its value."""
+    panels = []
+    scored = [one for one in tried if one.score is not None]
+    for argument in scored[0].values if scored else ():
+        log = logarithmic.get(argument, False)
+        points = []
+        for one in scored:
+            value = one.values[argument]
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                break
+            if log and value <= 0:  # a default outside the range
+                continue
+            score = headline.scale * (one.score or 0.0)
+            points.append((math.log10(value) if log else float(value), score))
+        else:
+            points.sort()
+            line = Line(method, tuple(x for x, _ in points), tuple(y for _, y in points))
+            x_label = f"log10 of {argument}" if log else argument
+            title = f"{method}: {argument}"
+            panels.append(Lines(title, x_label, f"validation {headline.title}", (line,)))
+    return panels
 
 
 def write_report(outcome: Outcome, path: Path) -> Path:
@@ -182,9 +299,7 @@ def budget_lines(outcome: Outcome) -> list[dict[str, Any]]:
     """Return the expected best validation score of each method by the number of settings."""
     lines = []
     for method in outcome.request.methods:
-        scores = [trial.score for trial in outcome.of(method)]
-        best = expected_best(scores, higher_is_better=outcome.headline.higher_is_better)
-        for place, value in enumerate(best, start=1):
+        for place, value in enumerate(_best_by_budget(outcome, method), start=1):
             lines.append({"method": method, "settings": place, "expected_best": value})
     return lines
 
@@ -194,9 +309,8 @@ def sensitivity_lines(outcome: Outcome) -> list[dict[str, Any]]:
     lines = []
     for method in outcome.request.methods:
         own = outcome.of(method)
-        tried = [Tried(t.number, t.values, t.score, t.rounds) for t in own]
         for name in own[0].values:
-            rho = influence(tried, name)
+            rho = influence(own, name)
             for trial in own:
                 lines.append(
                     {
