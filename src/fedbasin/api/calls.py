@@ -17,11 +17,12 @@ from fedbasin import experiment as experiments
 from fedbasin.api.progress import console_for_a_bar, run_with_progress
 from fedbasin.api.results import Comparison, RunResult
 from fedbasin.core.expressions import written
+from fedbasin.core.reading import PYTHON
 from fedbasin.core.record import RoundRecord
 from fedbasin.data import Dataset, from_arrays
-from fedbasin.experiment import ConfigError, Experiment
+from fedbasin.experiment import ConfigError, Experiment, from_mapping
 from fedbasin.experiment.comparison import Cell, cells, run_cells
-from fedbasin.experiment.defaults import changed, dealt_to, defaults_for, merged, task_for
+from fedbasin.experiment.defaults import dealt_to, defaults_for, merged, task_for
 from fedbasin.experiment.objects import Factory
 from fedbasin.experiment.privacy import calibrated, calibrated_methods
 from fedbasin.experiment.runs import refuse_diverged
@@ -174,20 +175,20 @@ def _experiment(
     if model is not None:
         given["model"] = model
     if isinstance(what, Experiment):
-        base = changed(what, given)
+        base = from_mapping(given, what, PYTHON)
         if data is None:
             return base
         return base.using(replace(base.objects, data=_dataset(data)))
     if what is not None and data is not None:
         raise ConfigError("the data is given twice: leave out data=")
     if what is None and data is None:
-        return changed(Experiment(), given)
+        return from_mapping(given, form=PYTHON)
     dataset = _dataset(data if what is None else what)
     task = given["task"] if "task" in given else task_for(dataset)
     defaults = defaults_for(task, named_clients=dataset.clients, classes=bool(dataset.classes))
     if not dataset.clients:
         defaults = merged({"partition": {"clients": dealt_to(len(dataset.train))}}, defaults)
-    base = changed(changed(Experiment(), defaults), given)
+    base = from_mapping(given, from_mapping(defaults), PYTHON)
     return base.using(replace(base.objects, data=dataset))
 
 

@@ -168,6 +168,7 @@ def _settings(
 ) -> Experiment:
     """Build the configuration: a file or preset, then the user's table, then the settings."""
     import fedbasin.experiment  # noqa: F401  (fills the catalogue)
+    from fedbasin.core.reading import COMMAND
     from fedbasin.experiment.config import (
         ConfigError,
         from_mapping,
@@ -186,7 +187,7 @@ def _settings(
         settings = read_preset(preset)
     if own:
         settings = merged(settings, own)
-    return from_mapping(override(settings, assignments or []))
+    return from_mapping(override(settings, assignments or []), form=COMMAND)
 
 
 def _assignments(given: list[str] | None, **named: object) -> list[str]:
