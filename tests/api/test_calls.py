@@ -180,6 +180,33 @@ def test_numbers_of_numpy_are_settings(data, tmp_path):
     assert "seed = 3" in kept and "rounds = 1" in kept and "lr = 0.5" in kept
 
 
+def test_a_file_is_no_folder_for_results(data, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for call in (fb.run, fb.compare, fb.tune):
+        with pytest.raises(ValueError, match=r"^out: .*notes\.txt is a file; name a folder$"):
+            call(data, out=tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_without_a_run_cannot_predict(tmp_path):
+    with pytest.raises(RecordError, match=r"nothing holds no run: there is no config\.toml in it"):
+        fb.predict(tmp_path / "nothing", table()[0])
+
+
+def test_similar_names_of_the_package_are_suggested():
+    with pytest.raises(AttributeError, match=r"no attribute 'fedproxx'; did you mean fedprox"):
+        _ = fb.fedproxx
+    with pytest.raises(AttributeError, match=r"no attribute 'zzzzzz'$"):
+        _ = fb.zzzzzz
+
+
+def test_numbers_of_numpy_are_seeds(data, tmp_path):
+    out = tmp_path / "a"
+    seeds = np.arange(2)
+    fb.compare(data, ["fedavg"], seeds, out, model="logistic", jobs=1, **ROUNDS)
+    assert sorted(path.name for path in out.glob("fedavg/*")) == ["seed0", "seed1"]
+
+
 def test_a_definition_executed_again_replaces_the_earlier_one():
     def define(factor):
         @fb.entry("schedule", name="halving_twice")
@@ -387,7 +414,19 @@ def test_calls_that_make_no_sense_are_refused(data, tmp_path):
         (lambda: fb.run(data, data=data), "the data is given twice"),
         (lambda: fb.compare(data, "fedavg"), r"methods is 'fedavg': give a list"),
         (lambda: fb.compare(data, ["fedavg"], method="fedavg"), r"takes methods=\[...\]"),
+        (lambda: fb.compare(data, fb.fedprox), r"methods is .*: give a list, such as methods=\['f"),
         (lambda: fb.compare(data, ["fedavg"], jobs=0), "jobs must be at least 1, got 0"),
+        (
+            lambda: fb.compare(data, ["fedavg"], jobs=1.5),
+            r"jobs is 1\.5, it must be a whole number",
+        ),
+        (lambda: fb.compare(data, seed=3), r"takes seeds=\[3\], not seed"),
+        (lambda: fb.compare(data, seeds=3), r"seeds is 3: give a list, such as seeds=\[0, 1, 2\]"),
+        (lambda: fb.compare(data, seeds="0..2"), r"seeds is '0\.\.2': give a list"),
+        (lambda: fb.compare(data, seeds=[0.5]), r"seed is 0\.5, it must be a whole number"),
+        (lambda: fb.run(data, out=3), "out is 3, it must be a path or a quoted string or None"),
+        (lambda: fb.run(data, epsilon="3"), "epsilon is '3', it must be a number or None"),
+        (lambda: fb.compare(data, data_dir=3), "data_dir is 3, it must be a path or"),
         (lambda: fb.run(data, lr=0.1), r"unknown setting 'lr'; did you mean local=\{'lr'"),
         (lambda: fb.run(3), r"data is a int: give \(x, y\)"),
     ]

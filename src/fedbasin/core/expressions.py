@@ -15,6 +15,7 @@ import ast
 import importlib
 import inspect
 import math
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -399,6 +400,7 @@ def type_name(wanted: Any) -> str:
         int: "a whole number up to 2^53",
         str: "a quoted string",
         bool: "True or False",
+        os.PathLike[str]: "a path",
         Choice: "a name or a call, such as cosine",
     }
     return names.get(wanted, getattr(wanted, "__name__", str(wanted)).lower())
