@@ -8,6 +8,7 @@ Every entry of the catalogue is a name here: ``fb.scaffold(server_lr=0.5)`` is w
 "scaffold(server_lr=0.5)" says.
 """
 
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -47,11 +48,16 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         import_module("fedbasin.experiment")  # fills the catalogue
         return getattr(import_module(f"fedbasin.{_HOMES[name]}"), name)
-    if not name.startswith("_") and not _is_module(name) and name in _entries():
+    hint = ""
+    if not name.startswith("_") and not _is_module(name):
         from fedbasin.core.expressions import constructor
+        from fedbasin.core.suggest import did_you_mean
 
-        return constructor(_entries()[name])
-    raise AttributeError(f"module 'fedbasin' has no attribute {name!r}")
+        if name in _entries():
+            return constructor(_entries()[name])
+        similar = get_close_matches(name, __dir__())
+        hint = f"; {did_you_mean(similar)}" if similar else ""
+    raise AttributeError(f"module 'fedbasin' has no attribute {name!r}{hint}")
 
 
 def _is_module(name: str) -> bool:

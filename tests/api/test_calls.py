@@ -1,5 +1,6 @@
 """Run and compare from Python: data, networks and methods as objects."""
 
+import ast
 import inspect
 import os
 import subprocess
@@ -16,6 +17,7 @@ from fedbasin.api.progress import console_for_a_bar
 from fedbasin.core.catalogue import CATALOGUE
 from fedbasin.core.expressions import ExpressionError
 from fedbasin.core.record import RecordError
+from fedbasin.core.settings import flatten
 from fedbasin.core.state import read
 from fedbasin.experiment import ConfigError, Experiment
 from fedbasin.experiment import run as run_experiment
@@ -112,7 +114,7 @@ def test_an_experiment_takes_objects_for_every_expression():
         ({"model": 3}, "model is 3: give an expression such as 'mlp', a torch.nn.Module, or a"),
         ({"method": object()}, "method: .* is not in the catalogue: .*@entry.'method'"),
         ({"method": fb.cosine()}, "method: 'cosine' is a schedule, not a method"),
-        ({"local": 3}, "local is 3: give LocalConfig"),
+        ({"local": 3}, r"local is 3, it must be a section: write local=\{'lr': \.\.\.\}"),
         ({"local": {"rate": 1}}, "unknown setting 'local.rate'; "),
         ({"sim": {"metrics": [3]}}, "sim.metrics: 3 is not in the catalogue"),
     ],
@@ -120,6 +122,89 @@ def test_an_experiment_takes_objects_for_every_expression():
 def test_objects_that_do_not_fit_are_refused_by_field(settings, message):
     with pytest.raises(ConfigError, match=message):
         Experiment(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rounds": 2.5}, r"^rounds is 2\.5, it must be a whole number"),
+        ({"rounds": "3"}, r"^rounds is '3', it must be a whole number"),
+        ({"rounds": True}, r"^rounds is True, it must be a whole number"),
+        ({"rounds": 0}, r"^rounds must be at least 1, got 0"),
+        ({"seed": 1.5}, r"^seed is 1\.5, it must be a whole number"),
+        ({"seed": None}, r"^seed is None, it must be a whole number"),
+        ({"init": 3}, r"^init is 3, it must be a quoted string"),
+        ({"local": fb.LocalConfig(lr="fast")}, r"^local\.lr is 'fast', it must be a number"),
+        ({"local": fb.LocalConfig(lr=-1)}, r"^local\.lr must be at least 0, got -1"),
+        ({"sim": fb.SimConfig(executor="fast")}, r"^sim\.executor is 'fast', it must be 'auto' or"),
+        ({"sim": {"metrics": "macro_f1"}}, r"^sim\.metrics is 'macro_f1'.*: write \('macro_f1',\)"),
+        ({"sim": {"participation": 0.1}}, r"^sim\.participation: 0\.1 .*such as 'fraction', or"),
+        ({"partition": 5}, r"^partition is 5, .*: write partition=\{'how': \.\.\.\}"),
+    ],
+)
+def test_python_is_refused_what_the_command_line_refuses(settings, message, data, tmp_path):
+    calls = (
+        lambda: Experiment(**settings),
+        lambda: fb.run(data, tmp_path / "run", progress=False, **settings),
+        lambda: fb.run(Experiment(), tmp_path / "run", progress=False, **settings),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match=message):
+            call()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advised"),
+    [
+        ("lr", 0.05, "local={'lr': ...}"),
+        ("participation", "fraction(rate=0.5)", "sim={'participation': ...}"),
+        ("clients", 7, "partition={'clients': ...}"),
+    ],
+)
+def test_a_setting_outside_its_section_is_refused_with_advice_that_works(
+    name, value, advised, data
+):
+    with pytest.raises(ConfigError) as refused:
+        fb.run(data, **{name: value})
+    assert str(refused.value).startswith(f"unknown setting {name!r}; did you mean {advised}")
+    advice = ast.parse(f"given({advised.replace('...', repr(value))})", mode="eval").body
+    settings = {one.arg: ast.literal_eval(one.value) for one in advice.keywords}
+    assert flatten(Experiment(**settings).settings()).items() >= flatten(settings).items()
+
+
+def test_numbers_of_numpy_are_settings(data, tmp_path):
+    settings = {"rounds": np.int64(1), "seed": np.int64(3), "local": {"lr": np.float32(0.5)}}
+    run = fb.run(data, tmp_path / "a", model="logistic", progress=False, **settings)
+    kept = (run.path / "config.toml").read_text()
+    assert "seed = 3" in kept and "rounds = 1" in kept and "lr = 0.5" in kept
+
+
+def test_a_file_is_no_folder_for_results(data, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for call in (fb.run, fb.compare, fb.tune):
+        with pytest.raises(ValueError, match=r"^out: .*notes\.txt is a file; name a folder$"):
+            call(data, out=tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_without_a_run_cannot_predict(tmp_path):
+    with pytest.raises(RecordError, match=r"nothing holds no run: there is no config\.toml in it"):
+        fb.predict(tmp_path / "nothing", table()[0])
+
+
+def test_similar_names_of_the_package_are_suggested():
+    with pytest.raises(AttributeError, match=r"no attribute 'fedproxx'; did you mean fedprox"):
+        _ = fb.fedproxx
+    with pytest.raises(AttributeError, match=r"no attribute 'zzzzzz'$"):
+        _ = fb.zzzzzz
+
+
+def test_numbers_of_numpy_are_seeds(data, tmp_path):
+    out = tmp_path / "a"
+    seeds = np.arange(2)
+    fb.compare(data, ["fedavg"], seeds, out, model="logistic", jobs=1, **ROUNDS)
+    assert sorted(path.name for path in out.glob("fedavg/*")) == ["seed0", "seed1"]
 
 
 def test_a_definition_executed_again_replaces_the_earlier_one():
@@ -329,8 +414,20 @@ def test_calls_that_make_no_sense_are_refused(data, tmp_path):
         (lambda: fb.run(data, data=data), "the data is given twice"),
         (lambda: fb.compare(data, "fedavg"), r"methods is 'fedavg': give a list"),
         (lambda: fb.compare(data, ["fedavg"], method="fedavg"), r"takes methods=\[...\]"),
+        (lambda: fb.compare(data, fb.fedprox), r"methods is .*: give a list, such as methods=\['f"),
         (lambda: fb.compare(data, ["fedavg"], jobs=0), "jobs must be at least 1, got 0"),
-        (lambda: fb.run(data, lr=0.1), "unknown setting 'lr'; did you mean local.lr"),
+        (
+            lambda: fb.compare(data, ["fedavg"], jobs=1.5),
+            r"jobs is 1\.5, it must be a whole number",
+        ),
+        (lambda: fb.compare(data, seed=3), r"takes seeds=\[3\], not seed"),
+        (lambda: fb.compare(data, seeds=3), r"seeds is 3: give a list, such as seeds=\[0, 1, 2\]"),
+        (lambda: fb.compare(data, seeds="0..2"), r"seeds is '0\.\.2': give a list"),
+        (lambda: fb.compare(data, seeds=[0.5]), r"seed is 0\.5, it must be a whole number"),
+        (lambda: fb.run(data, out=3), "out is 3, it must be a path or a quoted string or None"),
+        (lambda: fb.run(data, epsilon="3"), "epsilon is '3', it must be a number or None"),
+        (lambda: fb.compare(data, data_dir=3), "data_dir is 3, it must be a path or"),
+        (lambda: fb.run(data, lr=0.1), r"unknown setting 'lr'; did you mean local=\{'lr'"),
         (lambda: fb.run(3), r"data is a int: give \(x, y\)"),
     ]
     for call, message in cases:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fedbasin
-from fedbasin.core.bounds import Bounded, above, at_least, check_bounds, within
+from fedbasin.core.bounds import Bounded, above, at_least, within
 
 SOURCE = Path(fedbasin.__file__).parent
 
@@ -62,19 +62,6 @@ def test_what_lies_in_bounds_is_taken():
 def test_none_is_no_number_where_it_is_not_the_default():
     with pytest.raises(TypeError):
         Example(count=None)
-
-
-def test_a_section_is_checked_under_its_name():
-    class OwnError(ValueError):
-        """Another error."""
-
-    @dataclass(frozen=True)
-    class Section:
-        lr: float = at_least(0, default=0.1)
-
-    check_bounds(Section(), "local.", OwnError)
-    with pytest.raises(OwnError, match=r"local\.lr must be at least 0, got -1"):
-        check_bounds(Section(lr=-1), "local.", OwnError)
 
 
 def declares_bounds(kind: ast.ClassDef) -> bool:

@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
-from fedbasin.core.reading import Reader
+import fedbasin as fb
+from fedbasin.core.bounds import at_least, within
+from fedbasin.core.reading import COMMAND, PYTHON, TOML, Reader
 from fedbasin.core.suggest import nearest
 
 
@@ -163,6 +166,72 @@ def test_plain_values_may_be_read_in_another_way():
     reader = Reader(Refused, "f", read_plain=read_plain)
     assert reader.read(Square, {"side": None}).side == math.inf
     assert reader.read(Pen, {"width": 2}, "pen").width == (int, "f: pen.width")
+
+
+@dataclass(frozen=True)
+class Brush:
+    bristles: int = at_least(1, default=9)
+    wear: float | None = within("[0, 1]", default=None)
+    fade: str = field(default="constant", metadata={"kind": "schedule"})
+    fades: tuple[str, ...] = field(default=(), metadata={"kind": "schedule"})
+    handle: Any = field(default="constant", metadata={"object": callable, "kind": "schedule"})
+
+
+@dataclass(frozen=True)
+class Box:
+    brush: Brush = field(default_factory=Brush)
+
+
+def test_bounds_are_read_with_the_field_in_its_section():
+    assert READER.read(Box, {"brush": {"bristles": 1, "wear": 1}}).brush == Brush(1, 1.0)
+    assert READER.read(Brush, {"wear": None}) == Brush()
+    with pytest.raises(Refused, match=r"^a\.toml: brush\.bristles must be at least 1, got 0$"):
+        READER.read(Box, {"brush": {"bristles": 0}})
+    with pytest.raises(Refused, match=r"^a\.toml: brush\.wear must be in \[0, 1\], got nan$"):
+        READER.read(Box, {"brush": {"wear": math.nan}})
+
+
+def test_a_dataclass_that_python_made_is_checked_as_a_mapping_is():
+    assert READER.read(Box, {"brush": Brush(bristles=2)}) == Box(Brush(bristles=2))
+    with pytest.raises(Refused, match=r"^a\.toml: brush\.bristles is 1\.5, it must be a whole"):
+        READER.read(Box, {"brush": Brush(bristles=1.5)})
+    with pytest.raises(Refused, match=r"^a\.toml: brush\.bristles must be at least 1, got 0"):
+        READER.read(Box, Box(Brush(bristles=0)))
+
+
+def test_expressions_are_read_as_text_and_objects_alike():
+    read = READER.read(Brush, {"fade": fb.cosine(), "fades": [fb.cosine(), "exponential(0.5)"]})
+    assert read == Brush(fade="cosine", fades=("cosine", "exponential(0.5)"))
+    with pytest.raises(Refused, match=r"^a\.toml: brush\.fade: no schedule is called 'cosin'"):
+        READER.read(Box, {"brush": {"fade": "cosin"}})
+    with pytest.raises(Refused, match=r"^a\.toml: fades: 'fedavg' is a method, not a schedule"):
+        READER.read(Brush, {"fades": ["cosine", "fedavg"]})
+    with pytest.raises(Refused, match=r"fades is 'cosine', .* quoted string: write \('cosine',\)$"):
+        READER.read(Brush, {"fades": "cosine"})
+    assert READER.read(Brush, {"handle": print}).handle is print
+
+
+@pytest.mark.parametrize(
+    ("form", "section", "inside"),
+    [
+        (TOML, "write [brush] and its fields below", "did you mean brush.wear?"),
+        (COMMAND, "write --set brush.bristles=..., or [brush] in a", "did you mean brush.wear?"),
+        (PYTHON, "write brush={'bristles': ...}", "did you mean brush={'wear': ...}?"),
+    ],
+)
+def test_advice_has_the_form_of_the_caller(form, section, inside):
+    reader = Reader(Refused, form=form)
+    for given, told in (({"brush": 3}, section), ({"wear": 1}, inside)):
+        with pytest.raises(Refused) as refused:
+            reader.read(Box, given)
+        assert told in str(refused.value)
+
+
+def test_numbers_of_numpy_stand_for_those_of_python():
+    read = READER.read(Brush, {"bristles": np.int64(3), "wear": np.float32(0.5)})
+    assert (type(read.bristles), type(read.wear)) == (int, float)
+    with pytest.raises(Refused, match=r"bristles is np\.True_, it must be a whole number"):
+        READER.read(Brush, {"bristles": np.bool_(True)})
 
 
 def test_similar_names_are_suggested_and_else_all_are_listed():

@@ -1,9 +1,11 @@
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import Linear
 
 from fedbasin.experiment import ConfigError, Experiment, build, from_mapping
 from fedbasin.experiment.config import (
@@ -43,6 +45,16 @@ experiments = st.builds(
 @settings(max_examples=150)
 def test_toml_reads_back_as_the_same_experiment(experiment):
     assert from_mapping(tomllib.loads(experiment.to_toml())) == experiment
+
+
+def test_settings_over_a_base_keep_what_they_do_not_name():
+    network = Linear(2, 2)
+    base = Experiment(model=network, rounds=7, local=LocalConfig(lr=0.5, epochs=3))
+    read = from_mapping({"seed": 4, "local": {"lr": 0.25}}, base)
+    assert read == replace(base, seed=4, local=LocalConfig(lr=0.25, epochs=3))
+    assert read.objects.model is network
+    whole = from_mapping({"local": LocalConfig(lr=0.25), "model": "logistic"}, base)
+    assert whole.local == LocalConfig(lr=0.25) and whole.objects.model is None
 
 
 def test_resolving_is_canonical_and_idempotent():

@@ -88,7 +88,18 @@ def test_files_hold_the_same_and_chosen_settings_are_runs(tuned):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"methods": "fedavg"}, r"methods=\['fedavg'\]"),
+        ({"methods": "fedavg"}, r"methods=\['fedavg', 'scaffold'\]"),
+        ({"methods": fb.fedprox()}, r"methods is FedProx\(.*give a list, such as methods=\["),
+        ({"budget": 2.5}, r"^budget is 2\.5, it must be a whole number"),
+        ({"tuning_seeds": "2"}, r"^tuning_seeds is '2', it must be a whole number"),
+        ({"final_seeds": True}, r"^final_seeds is True, it must be a whole number"),
+        ({"validation": "0.2"}, r"^validation is '0\.2', it must be a number"),
+        ({"sampler": "random"}, r"^sampler is 'random', it must be 'sobol' or 'tpe'"),
+        ({"seed": 1.5}, r"^seed is 1\.5, it must be a whole number"),
+        ({"jobs": "2"}, r"^jobs is '2', it must be a whole number"),
+        ({"rounds": 2.5}, r"^rounds is 2\.5, it must be a whole number"),
+        ({"over": "local.lr"}, r"over is 'local\.lr': give a mapping, as \{'local\.lr': \("),
+        ({"out": 3}, r"^out is 3, it must be a path"),
         ({"method": "fedavg"}, r"takes methods=\[...\]"),
         ({"over": {"local.lr": 0.1}}, r"give \(low, high\)"),
         ({"over": {"local.lr": (1.0, 0.1)}}, "reversed"),
@@ -96,7 +107,7 @@ def test_files_hold_the_same_and_chosen_settings_are_runs(tuned):
         ({"over": {"fedprox.nu": (0.1, 1.0)}, "methods": ["fedprox"]}, "no argument 'nu'"),
         ({"budget": 0}, "budget must be at least 1"),
         ({"jobs": 0}, "jobs must be at least 1"),
-        ({"on": "moon"}, "write here or ray"),
+        ({"on": "moon"}, "on is 'moon', it must be 'here' or 'ray'"),
         ({"methods": ["fedprox", fb.fedprox(mu=0.01)]}, "listed twice"),
     ],
 )

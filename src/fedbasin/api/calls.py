@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from torch import nn
@@ -16,19 +16,23 @@ from torch import nn
 from fedbasin import experiment as experiments
 from fedbasin.api.progress import console_for_a_bar, run_with_progress
 from fedbasin.api.results import Comparison, RunResult
+from fedbasin.core.bounds import at_least
 from fedbasin.core.expressions import written
+from fedbasin.core.files import output_folder
+from fedbasin.core.reading import PYTHON, Reader
 from fedbasin.core.record import RoundRecord
 from fedbasin.data import Dataset, from_arrays
-from fedbasin.experiment import ConfigError, Experiment
+from fedbasin.experiment import ConfigError, Experiment, from_mapping
 from fedbasin.experiment.comparison import Cell, cells, run_cells
-from fedbasin.experiment.defaults import changed, dealt_to, defaults_for, merged, task_for
+from fedbasin.experiment.defaults import dealt_to, defaults_for, merged, task_for
 from fedbasin.experiment.objects import Factory
 from fedbasin.experiment.privacy import calibrated, calibrated_methods
 from fedbasin.experiment.runs import refuse_diverged
-from fedbasin.experiment.sharing import default_jobs
+from fedbasin.experiment.sharing import jobs_for
 from fedbasin.sinks import Target
 
 OnRound = Callable[[RoundRecord], bool | None]
+On = Literal["here", "ray"]
 What = Experiment | Dataset | tuple[Any, Any]
 
 
@@ -66,10 +70,11 @@ def run(
         progress: whether a bar is shown; by default on a terminal and in a notebook.
         settings: any field of `Experiment`; sections as mappings: ``local={"lr": 0.05}``.
     """
-    base = _experiment(what, data, model, settings)
+    check_arguments(out=out, epsilon=epsilon, delta=delta, data_dir=data_dir)
+    path = output_folder(out, "run")
+    base = experiment_of(what, data, model, settings)
     if epsilon is not None or delta is not None:
         base = calibrated(base, epsilon, delta)
-    path = Path(out) if out is not None else _fresh("run")
     if on_round is None and _shown(progress):
         layout = [Cell(base.resolved(), path)]
         (summary,) = run_with_progress(layout, console_for_a_bar(), data_dir, log=log)
@@ -139,19 +144,15 @@ def compare(
         progress: whether a bar is shown; by default on a terminal and in a notebook.
         settings: any field of `Experiment`; sections as mappings: ``local={"lr": 0.05}``.
     """
-    if "method" in settings:
-        raise ConfigError("a comparison takes methods=[...], not method")
-    if isinstance(methods, str):
-        raise ConfigError(f"methods is {methods!r}: give a list, such as methods=[{methods!r}]")
-    base = _experiment(what, None, model, settings)
-    path = Path(out) if out is not None else _fresh("compare")
-    names = [written(method, "method") for method in methods]
+    check_arguments(out=out, epsilon=epsilon, delta=delta, data_dir=data_dir, jobs=jobs)
+    path = output_folder(out, "compare")
+    if "seed" in settings:
+        raise ConfigError(f"a comparison takes seeds=[{settings['seed']!r}], not seed")
+    names = method_names(methods, settings)
+    base = experiment_of(what, None, model, settings)
     names = calibrated_methods(base, names, epsilon, delta)
-    layout = cells(base, names, list(seeds), path)
-    chosen = [cell.experiment for cell in layout]
-    jobs = default_jobs(chosen) if jobs is None else jobs
-    if jobs < 1:
-        raise ConfigError(f"jobs must be at least 1, got {jobs}")
+    layout = cells(base, names, _listed("seeds", seeds, "[0, 1, 2]"), path)
+    jobs = jobs_for([cell.experiment for cell in layout], jobs)
     if _shown(progress):
         again = f"the same call and out={str(path)!r}"
         console = console_for_a_bar()
@@ -166,7 +167,39 @@ def compare(
     return Comparison(results, path)
 
 
-def _experiment(
+@dataclass(frozen=True)
+class _Arguments:
+    """What `run`, `compare` and `tune` take beside settings, each what it needs."""
+
+    out: os.PathLike[str] | str | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    data_dir: os.PathLike[str] | str | None = None
+    jobs: int | None = at_least(1, default=None)
+    on: On = "here"
+
+
+def check_arguments(**given: Any) -> None:
+    """Refuse arguments of a call that have a wrong type or are out of bounds."""
+    Reader(ConfigError, noun="argument", form=PYTHON).values(_Arguments, given)
+
+
+def method_names(methods: Any, settings: Mapping[str, Any]) -> list[str]:
+    """Return the expressions of the methods that are compared."""
+    if "method" in settings:
+        raise ConfigError("a comparison takes methods=[...], not method")
+    listed = _listed("methods", methods, "['fedavg', 'scaffold']")
+    return [written(method, "method") for method in listed]
+
+
+def _listed(name: str, given: Any, example: str) -> list[Any]:
+    """Return the items of a list, a tuple, a range, ...; refuse what holds no items."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"{name} is {given!r:.80}: give a list, such as {name}={example}")
+    return list(given)
+
+
+def experiment_of(
     what: Any, data: Any, model: object | None, settings: Mapping[str, Any]
 ) -> Experiment:
     """Return the configuration of a call: of an experiment, or of data with its defaults."""
@@ -174,20 +207,20 @@ def _experiment(
     if model is not None:
         given["model"] = model
     if isinstance(what, Experiment):
-        base = changed(what, given)
+        base = from_mapping(given, what, PYTHON)
         if data is None:
             return base
         return base.using(replace(base.objects, data=_dataset(data)))
     if what is not None and data is not None:
         raise ConfigError("the data is given twice: leave out data=")
     if what is None and data is None:
-        return changed(Experiment(), given)
+        return from_mapping(given, form=PYTHON)
     dataset = _dataset(data if what is None else what)
     task = given["task"] if "task" in given else task_for(dataset)
     defaults = defaults_for(task, named_clients=dataset.clients, classes=bool(dataset.classes))
     if not dataset.clients:
         defaults = merged({"partition": {"clients": dealt_to(len(dataset.train))}}, defaults)
-    base = changed(changed(Experiment(), defaults), given)
+    base = from_mapping(given, from_mapping(defaults), PYTHON)
     return base.using(replace(base.objects, data=dataset))
 
 
@@ -205,10 +238,6 @@ def _dataset(data: Any) -> Dataset:
         f"data is a {type(data).__name__}: give (x, y), or what fedbasin.data.from_arrays, "
         "from_table, from_clients, from_torch, from_huggingface, from_folder or from_texts returns"
     )
-
-
-def _fresh(name: str) -> Path:
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
 
 
 def _shown(progress: bool | None) -> bool:

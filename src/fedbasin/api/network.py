@@ -31,6 +31,10 @@ def trained_network(path: Path, model: nn.Module | Factory | None = None) -> nn.
         model: the module or function that the run was started with, where it was given as one.
     """
     folder = RunFolder(path)
+    if not folder.config.exists():
+        raise RecordError(
+            f"{path} holds no run: there is no config.toml in it; name a run's folder"
+        )
     if not folder.model.exists():
         raise RecordError(f"{path} has no final model; finish the run: fedbasin resume {path}")
     experiment = read_experiment(folder.config)

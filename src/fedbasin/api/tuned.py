@@ -13,16 +13,17 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from fedbasin.api.calls import What, _experiment, _fresh, _shown
+from fedbasin.api.calls import On, What, _shown, check_arguments, experiment_of, method_names
 from fedbasin.api.progress import console_for_a_bar, run_with_progress
 from fedbasin.api.results import _pandas
 from fedbasin.core.expressions import written
+from fedbasin.core.files import output_folder
 from fedbasin.core.record import Headline
 from fedbasin.experiment import Experiment
 from fedbasin.experiment.comparison import Cell, run_cells
 from fedbasin.experiment.config import ConfigError
 from fedbasin.experiment.objects import Factory
-from fedbasin.experiment.sharing import default_jobs
+from fedbasin.experiment.sharing import jobs_for
 from fedbasin.report.page import say_difference, say_p
 from fedbasin.tuning import Outcome, Request, space_of
 from fedbasin.tuning import tune as run_request
@@ -40,8 +41,6 @@ from fedbasin.tuning.result import (
 
 if TYPE_CHECKING:
     import pandas
-
-On = Literal["here", "ray"]
 
 
 class Tuned:
@@ -198,13 +197,14 @@ def tune(
         progress: whether a bar is shown; by default on a terminal and in a notebook.
         settings: any field of `Experiment`; sections as mappings: ``local={"lr": 0.05}``.
     """
-    if "method" in settings:
-        raise ConfigError("a tuned comparison takes methods=[...], not method")
-    if isinstance(methods, str):
-        raise ConfigError(f"methods is {methods!r}: give a list, such as methods=[{methods!r}]")
+    check_arguments(out=out, data_dir=data_dir, jobs=jobs, on=on)
+    path = output_folder(out, "tune")
+    if over is not None and not isinstance(over, Mapping):
+        raise ConfigError(f"over is {over!r:.60}: give a mapping, as {{'local.lr': (0.01, 1.0)}}")
+    names = method_names(methods, settings)
     request = Request(
-        base=_experiment(what, None, model, settings),
-        methods=tuple(written(method, "method") for method in methods),
+        base=experiment_of(what, None, model, settings),
+        methods=tuple(names),
         over={name: space_of(name, given) for name, given in (over or {}).items()},
         budget=budget,
         tuning_seeds=tuning_seeds,
@@ -215,7 +215,6 @@ def tune(
         seed=seed,
         baseline=written(baseline, "method") if baseline else "",
     )
-    path = Path(out) if out is not None else _fresh("tune")
     console = console_for_a_bar() if _shown(progress) else None
     return run_tuning(request, path, data_dir=data_dir, jobs=jobs, on=on, console=console)
 
@@ -230,10 +229,6 @@ def run_tuning(
     console: Console | None = None,
 ) -> Tuned:
     """Run a request and write its files; a bar is shown on the console where one is given."""
-    if on not in ("here", "ray"):
-        raise ConfigError(f"on is {on!r}: write here or ray")
-    if jobs is not None and jobs < 1:
-        raise ConfigError(f"jobs must be at least 1, got {jobs}")
     if on == "ray":
         from fedbasin.tuning.on_ray import run_on_ray  # needs the extra ray
 
@@ -248,7 +243,7 @@ def _run_here(
     data_dir: Path | None, jobs: int | None, console: Console | None, out: Path, cells: list[Cell]
 ) -> None:
     """Run cells on this machine, with a bar where there is a console."""
-    several = default_jobs([cell.experiment for cell in cells]) if jobs is None else jobs
+    several = jobs_for([cell.experiment for cell in cells], jobs)
     if console is None:
         run_cells(cells, data_dir=data_dir, jobs=several)
         return

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +28,7 @@ from fedbasin.cli.partition import partition
 from fedbasin.cli.private_counts import private_counts
 from fedbasin.cli.report import Reach, ReachOrTarget, report
 from fedbasin.cli.seeds import read_seeds
-from fedbasin.core.files import explained
+from fedbasin.core.files import explained, output_folder
 from fedbasin.core.record import headline_of
 from fedbasin.sinks import SINKS
 
@@ -168,6 +167,7 @@ def _settings(
 ) -> Experiment:
     """Build the configuration: a file or preset, then the user's table, then the settings."""
     import fedbasin.experiment  # noqa: F401  (fills the catalogue)
+    from fedbasin.core.reading import COMMAND
     from fedbasin.experiment.config import (
         ConfigError,
         from_mapping,
@@ -186,7 +186,7 @@ def _settings(
         settings = read_preset(preset)
     if own:
         settings = merged(settings, own)
-    return from_mapping(override(settings, assignments or []))
+    return from_mapping(override(settings, assignments or []), form=COMMAND)
 
 
 def _assignments(given: list[str] | None, **named: object) -> list[str]:
@@ -221,13 +221,6 @@ def _table(
     return settings | {"data": {"name": str(data.absolute())}, "table": table}
 
 
-def _folder(out: Path | None) -> Path | None:
-    """Refuse a file as output folder, before anything is loaded."""
-    if out is not None and out.is_file():
-        raise ValueError(f"--out: {out} is a file; name a folder")
-    return out
-
-
 def _old_target(target: str, reach: float | None) -> float:
     """Read a number given as --target, the former name of --reach."""
     try:
@@ -238,10 +231,6 @@ def _old_target(target: str, reach: float | None) -> float:
             "with --reach"
         ) from None
     return number if reach is None else reach
-
-
-def _fresh(name: str) -> Path:
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 @app.command(cls=_OldFlags)
@@ -291,7 +280,7 @@ def run(
         console.print(Text(guarantee_text([experiment.method])), soft_wrap=True)
     from fedbasin.experiment.comparison import Cell, slug
 
-    path = _folder(out) or _fresh(slug(experiment.resolved().method))
+    path = output_folder(out, slug(experiment.resolved().method), "--out")
     if out is not None and (out / "config.toml").exists():
         raise ValueError(
             f"{out} holds a run already; fedbasin resume {out}, or choose another --out"
@@ -377,7 +366,7 @@ def compare(
         console.print(Text(guarantee_text(methods)), soft_wrap=True)
     from fedbasin.experiment.comparison import cells
 
-    path = _folder(out) or _fresh("compare")
+    path = output_folder(out, "compare", "--out")
     layout = cells(base, methods, read_seeds(seeds), path)
     _compare(layout, base, path, reach, data_dir, jobs, log or ())
 
@@ -463,7 +452,7 @@ def tune(
         seed=seed,
         baseline=baseline,
     )
-    tune_and_show(request, _folder(out) or _fresh("tune"), console, data_dir, jobs, on)
+    tune_and_show(request, output_folder(out, "tune", "--out"), console, data_dir, jobs, on)
 
 
 @app.command()
@@ -481,7 +470,7 @@ def demo(
     base = _settings(None, "demo", set_)
     from fedbasin.experiment.comparison import cells
 
-    path = _folder(out) or _fresh("demo")
+    path = output_folder(out, "demo", "--out")
     layout = cells(base, DEMO_METHODS, read_seeds(seeds), path)
     _compare(layout, base, path, reach, None, jobs)
 
@@ -542,7 +531,7 @@ def _compare(
     log: Sequence[str] = (),
 ) -> None:
     from fedbasin.api.results import table_of
-    from fedbasin.experiment.sharing import default_jobs
+    from fedbasin.experiment.sharing import jobs_for
     from fedbasin.report.curves import draw_curves
     from fedbasin.report.page import write_page
     from fedbasin.report.runs import headline_of_runs, read_runs
@@ -550,8 +539,7 @@ def _compare(
     from fedbasin.report.table import summarise
     from fedbasin.report.verdict import verdict
 
-    if jobs is None:
-        jobs = default_jobs([cell.experiment for cell in layout])
+    jobs = jobs_for([cell.experiment for cell in layout], jobs)
     again = f"the same command and --out {path}"
     run_with_progress(layout, console, data_dir, jobs, log=log, again=again)
     runs = read_runs([cell.path for cell in layout])

@@ -27,30 +27,22 @@ class Bound:
     holds: Callable[[Any], bool]
     optional: bool  # None, the default, is let through
 
+    def check(self, name: str, value: Any, error: type[ValueError] = ValueError) -> None:
+        """Refuse a value out of bounds; NaN lies in none."""
+        if not (self.optional and value is None) and not self.holds(value):
+            raise error(f"{name} {self.words}, got {value}")
+
 
 class Bounded:
     """A dataclass whose fields may declare bounds. Subclasses that check more call this first."""
 
     def __post_init__(self) -> None:
         """Refuse values out of bounds."""
-        check_bounds(self)
+        for name, bound in bounds_of(type(self)).items():
+            bound.check(name, getattr(self, name))
 
 
-def check_bounds(thing: Any, before: str = "", error: type[ValueError] = ValueError) -> None:
-    """Refuse a dataclass with a field out of bounds; NaN lies in none.
-
-    Args:
-        thing: the dataclass.
-        before: what stands before the names of its fields, such as ``"local."``.
-        error: what is raised.
-    """
-    for name, bound in _bounds(type(thing)).items():
-        value = getattr(thing, name)
-        if not (bound.optional and value is None) and not bound.holds(value):
-            raise error(f"{before}{name} {bound.words}, got {value}")
-
-
-def _bounds(kind: type[Any]) -> dict[str, Bound]:
+def bounds_of(kind: type[Any]) -> dict[str, Bound]:
     """Return the bounds of a class's fields.
 
     A field that a subclass declares anew, with another default, keeps its bound.

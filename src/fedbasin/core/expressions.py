@@ -15,12 +15,14 @@ import ast
 import importlib
 import inspect
 import math
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin
 
 from fedbasin.core.catalogue import CATALOGUE, Card, Kind, Parameter, cards
@@ -100,9 +102,12 @@ def written(thing: object, kind: Kind) -> str:
             return title(card)
     if isinstance(thing, Choice) or any(card.make is type(thing) for card in CATALOGUE.values()):
         return text(thing)
+    first = cards(kind)[0]
+    needed = ", ".join(f"{one.name}=..." for one in first.parameters if one.required)
+    example = f"{first.name}({needed})" if needed else first.name
     raise ExpressionError(
-        f"{thing!r:.80} is not in the catalogue: give an expression such as "
-        f"{cards(kind)[0].name!r}, or enter your own with @entry({kind!r})"
+        f"{thing!r:.80} is not in the catalogue: give an expression such as {example!r}, or enter "
+        f"your own with @entry({kind!r})"
     )
 
 
@@ -296,7 +301,7 @@ def _fitted(card: Card, parameter: Parameter, value: Any) -> Any:
     if fitted is _NO_FIT:
         raise ExpressionError(
             f"{card.name}: argument {parameter.name!r} is {_shown(value)}, "
-            f"it must be {type_name(parameter.type)}"
+            f"it must be {advice_for(value, parameter.type)}"
         )
     return fitted
 
@@ -322,7 +327,10 @@ _LARGEST_INT = 2**53  # beyond, neither tensors nor JSON hold all whole numbers
 
 
 def fit(value: Any, wanted: Any) -> Any:
-    """Return the value as the wanted type (an int may stand for a float), or `_NO_FIT`."""
+    """Return the value as the wanted type, or `_NO_FIT`.
+
+    An int may stand for a float, and NumPy's numbers for Python's.
+    """
     origin = get_origin(wanted)
     if wanted is Any:
         return value
@@ -338,11 +346,11 @@ def fit(value: Any, wanted: Any) -> Any:
     if origin is tuple:
         return _fit_tuple(value, get_args(wanted))
     if wanted is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, Real) and not isinstance(value, bool)
         return float(value) if number else _NO_FIT
     if wanted is int:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return value if whole and abs(value) <= _LARGEST_INT else _NO_FIT
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return int(value) if whole and abs(value) <= _LARGEST_INT else _NO_FIT
     if wanted in (None, types.NoneType):
         return value if value is None else _NO_FIT
     return value if isinstance(value, origin or wanted) else _NO_FIT
@@ -362,6 +370,12 @@ def _fit_tuple(value: Any, item_types: tuple[Any, ...]) -> Any:
 def is_fit(value: Any, wanted: Any) -> bool:
     """Whether a value can stand where the wanted type is asked for."""
     return fit(value, wanted) is not _NO_FIT
+
+
+def advice_for(value: Any, wanted: Any) -> str:
+    """Say what a type asks for, and how to write one value where several are wanted."""
+    one = get_origin(wanted) is tuple and is_fit((value,), wanted)
+    return f"{type_name(wanted)}: write {(value,)!r}" if one else type_name(wanted)
 
 
 def _shown(value: Any) -> str:
@@ -386,6 +400,7 @@ def type_name(wanted: Any) -> str:
         int: "a whole number up to 2^53",
         str: "a quoted string",
         bool: "True or False",
+        os.PathLike[str]: "a path",
         Choice: "a name or a call, such as cosine",
     }
     return names.get(wanted, getattr(wanted, "__name__", str(wanted)).lower())

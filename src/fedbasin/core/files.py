@@ -15,6 +15,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,22 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def output_folder(out: Path | str | None, name: str, argument: str = "out") -> Path:
+    """Return where results go: a new folder below ``runs/`` where nothing is given.
+
+    Args:
+        out: what was given; a file is refused.
+        name: what the new folder's name begins with.
+        argument: what the caller gives the folder as, for errors.
+    """
+    if out is None:
+        return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    path = Path(out)
+    if path.is_file():
+        raise ValueError(f"{argument}: {path} is a file; name a folder")
+    return path
 
 
 @contextmanager

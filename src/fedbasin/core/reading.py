@@ -1,21 +1,43 @@
-"""Mappings, as TOML and JSON give them, read into dataclasses and checked against their types.
+"""Mappings, as TOML, JSON and Python give them, read into dataclasses and checked.
 
 Settings, tables, result lines and figures are all read here, so they are refused alike: an error
-names the file, the field, the value and what to write instead.
+names the file, the field, the value and what to write instead. A field declares its type, its
+bounds (`core.bounds`) and whether it holds expressions (metadata ``kind``).
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fedbasin.core.expressions import fit, is_fit, type_name
+from fedbasin.core.bounds import bounds_of
+from fedbasin.core.catalogue import Kind
+from fedbasin.core.expressions import ExpressionError, advice_for, fit, is_fit, parse, written
 from fedbasin.core.suggest import did_you_mean, nearest
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the advice of an error tells somebody to write.
+
+    Args:
+        section: for a value where a section must be; ``{path}`` is the section, ``{field}`` its
+            first field.
+        inside: for a field of a section that was given outside of it.
+    """
+
+    section: str
+    inside: str
+
+
+TOML = Form("write [{path}] and its {noun}s below", "{section}.{field}")
+COMMAND = Form("write --set {path}.{field}=..., or [{path}] in a file", "{section}.{field}")
+PYTHON = Form("write {path}={{'{field}': ...}}", "{section}={{'{field}': ...}}")
 
 
 @dataclass(frozen=True)
@@ -29,6 +51,7 @@ class Reader:
         complete: every field must be given, also those that have a default.
         read_plain: reads a value that holds no dataclass, from (value, type, place), and raises
             `error`; by default values are fitted to the type, and a list stands for a tuple.
+        form: how the caller gives values.
     """
 
     error: type[ValueError]
@@ -36,28 +59,21 @@ class Reader:
     noun: str = "field"
     complete: bool = False
     read_plain: Callable[[Any, Any, str], Any] | None = None
+    form: Form = TOML
 
     def read(self, cls: type[T], value: Any, path: str = "") -> T:
         """Return the dataclass that a mapping stands for.
 
         Args:
             cls: the dataclass.
-            value: the mapping; anything else is refused.
+            value: the mapping, or such a dataclass that Python made; anything else is refused.
             path: where it lies in the file, such as ``"local"``; the file itself without one.
         """
-        hints = _hints(cls)
-        self._check_object(value, hints, path)
-        before = f"{path}." if path else ""
-        given = {}
-        for key, item in value.items():
-            name = f"{before}{key}"
-            if key not in hints:
-                hint = _suggestion(key, hints, before)
-                raise self.error(self._in_file(f"unknown {self.noun} {name!r}; {hint}"))
-            given[key] = self._value(item, hints[key], name)
+        given = self.values(cls, value, path)
         missing = [name for name in _required(cls) if name not in given]
         if missing:
-            raise self.error(self._in_file(f"{before}{missing[0]} is missing"))
+            place = f"{path}." if path else ""
+            raise self.error(self._in_file(f"{place}{missing[0]} is missing"))
         try:
             return cls(**given)
         except self.error as error:  # what the dataclass itself refuses does not know its place
@@ -65,6 +81,32 @@ class Reader:
             if not place:
                 raise
             raise self.error(f"{place}: {error}") from error
+
+    def values(self, cls: type[Any], value: Any, path: str = "") -> dict[str, Any]:
+        """Return the fields that a mapping, or such a dataclass, gives; each is read and checked.
+
+        Args:
+            cls: the dataclass.
+            value: as for `read`.
+            path: as for `read`.
+        """
+        hints = _hints(cls)
+        if isinstance(value, cls):
+            value = {name: getattr(value, name) for name in hints}
+        self._check_object(value, hints, path)
+        known = {one.name: one for one in fields(cls)}
+        bounds = bounds_of(cls)
+        before = f"{path}." if path else ""
+        given = {}
+        for key, item in value.items():
+            name = f"{before}{key}"
+            if key not in hints:
+                hint = self._suggestion(key, hints, before)
+                raise self.error(self._in_file(f"unknown {self.noun} {name!r}; {hint}"))
+            given[key] = self._field(known[key], hints[key], item, name)
+            if key in bounds:
+                bounds[key].check(self._in_file(name), given[key], self.error)
+        return given
 
     def _in_file(self, text: str) -> str:
         """Return a text that begins with the file."""
@@ -84,14 +126,32 @@ class Reader:
             if not path:
                 raise self.error(self._in_file(f"{value!r:.40} holds no {self.noun}s"))
             array, index, _ = path.partition("[")
-            raise self._no_section(value, path, f"[[{array}]]" if index else f"[{path}]")
+            header = f"[{array}]" if index else path
+            raise self._no_section(value, path, header, next(iter(hints)))
 
-    def _no_section(self, value: Any, path: str, header: str) -> ValueError:
-        """Return the error about a value that stands where TOML has a section."""
-        return self.error(
-            f"{self._in_file(path)} is {value!r:.40}, it must be a section: write {header} and its "
-            f"{self.noun}s below"
-        )
+    def _no_section(self, value: Any, path: str, header: str, first: str = "") -> ValueError:
+        """Return the error about a value that stands where a section must be."""
+        advice = self.form.section.format(path=header, noun=self.noun, field=first)
+        return self.error(f"{self._in_file(path)} is {value!r:.40}, it must be a section: {advice}")
+
+    def _field(self, one: Field[Any], wanted: Any, value: Any, path: str) -> Any:
+        """Return the value of one field."""
+        if "object" in one.metadata and one.metadata["object"](value):
+            return value
+        if "kind" in one.metadata:
+            value = self._expressions(value, one.metadata["kind"], path)
+        return self._value(value, wanted, path)
+
+    def _expressions(self, value: Any, kind: Kind, path: str) -> Any:
+        """Return the text of one expression, or of several, that can be read."""
+        several = isinstance(value, tuple | list)
+        try:
+            texts = tuple(written(one, kind) for one in (value if several else [value]))
+            for text in texts:
+                parse(text, kind)
+        except ExpressionError as error:
+            raise self.error(self._in_file(f"{path}: {error}")) from error
+        return texts if several else texts[0]
 
     def _value(self, value: Any, wanted: Any, path: str) -> Any:
         """Return a value as the wanted type, which may be a dataclass or have some inside."""
@@ -102,9 +162,9 @@ class Reader:
                 return None
             return self.read(self._section_of(value, sections, path), value, path)
         if get_origin(wanted) is tuple and any(map(is_dataclass, _options(get_args(wanted)[0]))):
-            if not isinstance(value, list | tuple):
-                raise self._no_section(value, path, f"[[{path}]]")
             item = get_args(wanted)[0]
+            if not isinstance(value, list | tuple):
+                raise self._no_section(value, path, f"[{path}]")
             return tuple(self._value(one, item, f"{path}[{i}]") for i, one in enumerate(value))
         if self.read_plain is not None:
             return self.read_plain(value, wanted, self._in_file(path))
@@ -125,8 +185,18 @@ class Reader:
         value = tuple(value) if isinstance(value, list) else value
         if not is_fit(value, wanted):
             place = self._in_file(path)
-            raise self.error(f"{place} is {value!r}, it must be {type_name(wanted)}")
+            raise self.error(f"{place} is {value!r}, it must be {advice_for(value, wanted)}")
         return fit(value, wanted)
+
+    def _suggestion(self, key: str, hints: Mapping[str, Any], before: str) -> str:
+        """Say what may have been meant: the same name in a section, or one that is similar."""
+        sections = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+        inside = [
+            self.form.inside.format(section=f"{before}{name}", field=key)
+            for name, kind in sections.items()
+            if key in _hints(kind)
+        ]
+        return did_you_mean(inside) if inside else nearest(key, hints, section=before)
 
 
 def _hints(cls: Any) -> dict[str, Any]:
@@ -156,10 +226,3 @@ def _required(cls: Any) -> list[str]:
 def _options(wanted: Any) -> tuple[Any, ...]:
     """Return the types of a union, or the one type."""
     return get_args(wanted) if get_origin(wanted) in (Union, types.UnionType) else (wanted,)
-
-
-def _suggestion(key: str, hints: Mapping[str, Any], before: str) -> str:
-    """Say what may have been meant: the same name in a section, or one that is similar."""
-    sections = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
-    inside = [f"{before}{name}.{key}" for name, kind in sections.items() if key in _hints(kind)]
-    return did_you_mean(inside) if inside else nearest(key, hints, section=before)

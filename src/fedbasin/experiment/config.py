@@ -7,18 +7,17 @@ ones; values are checked when the configuration is made, so a bad one costs no t
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from fedbasin.core.bounds import at_least, check_bounds, within
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.catalogue import CATALOGUE, Kind, card_of
-from fedbasin.core.expressions import Choice, ExpressionError, parse, text, title, written
+from fedbasin.core.expressions import Choice, ExpressionError, parse, text, title
 from fedbasin.core.files import read_toml
-from fedbasin.core.reading import Reader
+from fedbasin.core.reading import PYTHON, TOML, Form, Reader
 from fedbasin.core.settings import write_toml
 from fedbasin.core.suggest import nearest
 from fedbasin.experiment.objects import Objects, model_name
@@ -35,6 +34,12 @@ def _expression(default: str | tuple[str, ...], kind: Kind) -> Any:
     Objects are replaced by their text, so a configuration compares, hashes and writes as text.
     """
     return field(default=default, metadata={"kind": kind})
+
+
+def _is_object(model: object) -> bool:
+    """Whether a network is given as an object, and not as an expression of the catalogue."""
+    entered = any(card.make is model for card in CATALOGUE.values())
+    return not entered and not isinstance(model, str | Choice)
 
 
 @dataclass(frozen=True)
@@ -287,7 +292,7 @@ class Experiment:
     """
 
     method: str = _expression("fedavg", "method")
-    model: str = _expression("mlp", "model")
+    model: str = field(default="mlp", metadata={"kind": "model", "object": _is_object})
     task: str = _expression("classification", "task")
     seed: int = at_least(0, default=0)
     rounds: int = at_least(1, default=100)
@@ -304,9 +309,9 @@ class Experiment:
     )
 
     def __post_init__(self) -> None:
-        _read_sections(self)
+        for name, value in _reader(PYTHON).values(Experiment, self).items():
+            object.__setattr__(self, name, value)
         _keep_objects(self)
-        _write_expressions(self)
         for check in _CHECKS:
             check(self)
 
@@ -349,7 +354,7 @@ def _keep_objects(experiment: Experiment) -> None:
     if objects.data is not None and objects.data.name != experiment.data.name:
         objects = replace(objects, data=None)
     model: object = experiment.model
-    if isinstance(model, str | Choice) or _is_entered(model):
+    if not _is_object(model):
         if objects.model is not None and str(model) != _given(objects.model):
             objects = replace(objects, model=None)
     elif callable(model):  # a module is callable too
@@ -368,61 +373,6 @@ def _given(model: object) -> str:
     return text(Choice("given", (("name", model_name(model)),)))
 
 
-def _is_entered(thing: object) -> bool:
-    return any(card.make is thing for card in CATALOGUE.values())
-
-
-def _read_sections(experiment: Experiment) -> None:
-    """Read sections that are given as mappings."""
-    for name, section in _SECTIONS.items():
-        value: object = getattr(experiment, name)
-        if isinstance(value, section):
-            continue
-        if not isinstance(value, Mapping):
-            raise ConfigError(
-                f"{name} is {value!r:.80}: give {section.__name__}(...), or a mapping such as "
-                f"{{{fields(section)[0].name!r}: ...}}"
-            )
-        kinds = {e.name: e.metadata["kind"] for e in fields(section) if "kind" in e.metadata}
-        as_text = {
-            key: _as_text(f"{name}.{key}", one, kinds[key]) if key in kinds else one
-            for key, one in value.items()
-        }
-        read = Reader(ConfigError, noun="setting").read(section, as_text, name)
-        object.__setattr__(experiment, name, read)
-
-
-def _write_expressions(experiment: Experiment) -> None:
-    """Replace objects of the catalogue by their expressions."""
-    for path, value, kind in _expressions(experiment):
-        as_text = _as_text(path, value, kind)
-        if as_text is value:
-            continue
-        section, _, name = path.rpartition(".")
-        if section:
-            part = replace(getattr(experiment, section), **{name: as_text})
-            object.__setattr__(experiment, section, part)
-        else:
-            object.__setattr__(experiment, name, as_text)
-
-
-def _as_text(path: str, value: Any, kind: Kind) -> Any:
-    """Return the text of one expression, or of several; what is text already stays the object."""
-    if isinstance(value, str) or (
-        isinstance(value, tuple) and all(isinstance(one, str) for one in value)
-    ):
-        return value
-    try:
-        return _each(value, partial(written, kind=kind))
-    except ExpressionError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _each(value: Any, change: Callable[[Any], str]) -> Any:
-    """Change one expression, or each of several."""
-    return tuple(map(change, value)) if isinstance(value, tuple | list) else change(value)
-
-
 def _expressions(experiment: Experiment) -> Iterator[tuple[str, Any, Kind]]:
     """Yield every setting that is an expression: where it stands, its value and its kind."""
     places = [("", experiment)]
@@ -431,15 +381,6 @@ def _expressions(experiment: Experiment) -> Iterator[tuple[str, Any, Kind]]:
         for each in fields(section):
             if "kind" in each.metadata:
                 yield f"{before}{each.name}", getattr(section, each.name), each.metadata["kind"]
-
-
-def _check_expressions(experiment: Experiment) -> None:
-    for path, value, kind in _expressions(experiment):
-        for source in value if isinstance(value, tuple) else (value,):
-            try:
-                parse(source, kind)
-            except ExpressionError as error:
-                raise ConfigError(f"{path}: {error}") from error
 
 
 _SECTIONS: dict[str, type[Any]] = {
@@ -452,7 +393,8 @@ _SECTIONS: dict[str, type[Any]] = {
 }
 
 
-def _check_proxy(data: DataConfig) -> None:
+def _check_proxy(experiment: Experiment) -> None:
+    data = experiment.data
     if data.proxy_per_class and data.proxy_rows:
         raise ConfigError(
             f"data.proxy_per_class is {data.proxy_per_class} and data.proxy_rows is "
@@ -466,11 +408,7 @@ def _check_proxy(data: DataConfig) -> None:
         )
 
 
-def _check_ranges(experiment: Experiment) -> None:
-    check_bounds(experiment, error=ConfigError)
-    for name in _SECTIONS:
-        check_bounds(getattr(experiment, name), f"{name}.", ConfigError)
-    _check_proxy(experiment.data)
+def _check_snapshots(experiment: Experiment) -> None:
     for round in experiment.snapshots.rounds:
         if not 1 <= round <= experiment.rounds:
             raise ConfigError(
@@ -543,8 +481,8 @@ def _check_scored_rows(experiment: Experiment) -> None:
 
 
 _CHECKS = (
-    _check_expressions,
-    _check_ranges,
+    _check_proxy,
+    _check_snapshots,
     _check_optimiser,
     _check_clients,
     _check_ray,
@@ -552,9 +490,29 @@ _CHECKS = (
 )
 
 
-def from_mapping(settings: Mapping[str, Any]) -> Experiment:
-    """Build a configuration from nested settings; unknown keys and wrong types are errors."""
-    return Reader(ConfigError, noun="setting").read(Experiment, settings)
+def _reader(form: Form) -> Reader:
+    return Reader(ConfigError, noun="setting", form=form)
+
+
+def from_mapping(
+    settings: Mapping[str, Any], base: Experiment | None = None, form: Form = TOML
+) -> Experiment:
+    """Build a configuration from what somebody gave: a file, a command, or arguments in Python.
+
+    Unknown names, wrong types and values out of bounds are errors.
+
+    Args:
+        settings: by name; sections are mappings, or whole.
+        base: where all other settings come from; by default they have their defaults.
+        form: how the settings were given, for the advice of errors.
+    """
+    base = Experiment() if base is None else base
+    sections = {
+        name: {**vars(getattr(base, name)), **settings[name]}
+        for name in _SECTIONS
+        if isinstance(settings.get(name), Mapping)
+    }
+    return replace(base, **_reader(form).values(Experiment, {**settings, **sections}))
 
 
 def read_experiment(path: Path) -> Experiment:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
 from fedbasin.data import Dataset
-from fedbasin.experiment.config import ConfigError, Experiment, PartitionConfig, from_mapping
+from fedbasin.experiment.config import ConfigError, PartitionConfig
 
 # Hospitals and banks are few and always there; of thousands of devices some are drawn.
 _EVERYONE = {
@@ -63,23 +62,3 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             result[name] = value
     return result
-
-
-def changed(experiment: Experiment, settings: Mapping[str, Any]) -> Experiment:
-    """Return the experiment with other settings; sections are given as mappings or whole.
-
-    Args:
-        experiment: where to begin.
-        settings: by name: text, numbers, objects of the catalogue, and sections.
-    """
-    known = {each.name: getattr(experiment, each.name) for each in fields(experiment)}
-    for name, value in settings.items():
-        before = known.get(name)
-        if is_dataclass(before) and isinstance(value, Mapping):
-            section = {each.name: getattr(before, each.name) for each in fields(before)}
-            known[name] = section | dict(value)
-        elif name in known and name != "objects":
-            known[name] = value
-        else:
-            from_mapping({name: value if isinstance(value, Mapping) else 0})  # names the right one
-    return Experiment(**known)

@@ -97,8 +97,15 @@ def from_main(experiments: Sequence[Experiment]) -> list[str]:
     return list(names)
 
 
-def default_jobs(experiments: Sequence[Experiment]) -> int:
-    """Return how many runs go at once by default: one a core, or one where others cannot start."""
+def jobs_for(experiments: Sequence[Experiment], jobs: int | None) -> int:
+    """Return how many runs go at once.
+
+    Args:
+        experiments: the runs.
+        jobs: what was asked for; by default one a core, or one where others cannot start.
+    """
+    if jobs is not None:
+        return jobs
     sim = experiments[0].sim
     if pick_device(sim.device).type != "cpu" or sim.executor == "ray" or sim.workers > 1:
         return 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fedbasin.core.bounds import at_least, within
 from fedbasin.core.expressions import ExpressionError, parse, text
+from fedbasin.core.reading import PYTHON, Reader
 from fedbasin.core.space import Space
 from fedbasin.experiment.checks import check_needs
 from fedbasin.experiment.comparison import Cell, slug
@@ -22,6 +24,9 @@ from fedbasin.tuning.arguments import (
 )
 
 Sampler = Literal["sobol", "tpe"]
+_VALIDATION = (
+    "is the share of each client's rows that settings are chosen on: it must be above 0 and below 1"
+)
 _SEEDS_APART = 1000  # tuning seeds begin here, so that final seeds are fresh
 
 
@@ -44,19 +49,22 @@ class Request:
         baseline: the method that others are compared with; fedavg, else the first one.
     """
 
-    base: Experiment
+    base: Experiment = field(metadata={"in_memory": True})
     methods: tuple[str, ...]
     over: Mapping[str, Space]
-    budget: int = 16
-    tuning_seeds: int = 2
-    final_seeds: int = 10
-    halving: int = 0
-    validation: float = 0.2
+    budget: int = at_least(1, default=16)
+    tuning_seeds: int = at_least(1, default=2)
+    final_seeds: int = at_least(1, default=10)
+    halving: int = at_least(0, default=0)
+    validation: float = within("(0, 1)", default=0.2, words=_VALIDATION)
     sampler: Sampler = "sobol"
-    seed: int = 0
+    seed: int = at_least(0, default=0)
     baseline: str = ""
 
     def __post_init__(self) -> None:
+        reader = Reader(TuneError, noun="argument", form=PYTHON)
+        for name, value in reader.values(Request, self).items():
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "methods", _named_once(self.methods))
         object.__setattr__(self, "baseline", self._baseline())
         _check_numbers(self)
@@ -151,20 +159,10 @@ def _named_once(methods: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_numbers(request: Request) -> None:
-    least = {"budget": 1, "tuning_seeds": 1, "final_seeds": 1, "halving": 0, "seed": 0}
-    for name, lowest in least.items():
-        value = getattr(request, name)
-        if value < lowest:
-            raise TuneError(f"{name.replace('_', ' ')} must be at least {lowest}, got {value}")
     if request.halving == 1:
         raise TuneError("halving 1 would keep every setting; write 2 or more, or 0 for no halving")
     if request.final_seeds > _SEEDS_APART or request.tuning_seeds > _SEEDS_APART:
         raise TuneError(f"at most {_SEEDS_APART} seeds can be told apart; ask for fewer")
-    if not 0 < request.validation < 1:
-        raise TuneError(
-            f"validation is the share of each client's rows that settings are chosen on: it must "
-            f"be above 0 and below 1, got {request.validation}"
-        )
 
 
 def _check_equal_steps(request: Request) -> None:
