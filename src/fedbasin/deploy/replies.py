@@ -11,6 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from torch import Tensor
 
+from fedbasin.core.limits import limit_of
 from fedbasin.core.method import Replies
 from fedbasin.core.tree import flatten, mapped, stack
 from fedbasin.core.vectors import Weighting, shares
@@ -18,6 +19,7 @@ from fedbasin.deploy.bounds import Bounds
 from fedbasin.deploy.wire import Codec, Part, Refused, number, read_tree, the_record
 
 FAR = 100.0  # times the cohort's median, beyond which a loss or a report is refused
+FEWEST = 3  # replies; the median of fewer says nothing about one of them
 
 
 @dataclass(frozen=True)
@@ -182,29 +184,30 @@ class Collector:
         return named
 
     def _far_losses(self) -> list[tuple[int, str]]:
+        if len(self) < FEWEST:
+            return []
         far = []
         for name in ("last_loss", "mean_loss"):
             losses = torch.tensor([getattr(e, name) for e in self._metadata], dtype=torch.float64)
-            usual = float(losses.abs().nanmedian()) if len(losses) >= 3 else math.inf
-            for i in torch.nonzero(losses.abs() > FAR * (1 + usual))[:, 0].tolist():
-                what = f"its loss is {float(losses[i]):.3g}, the cohort's median {usual:.3g}"
-                far.append((i, what))
+            sizes = losses.abs()
+            limit = limit_of(sizes, FAR, ~sizes.isnan(), plus=1.0, lower=True)
+            for i in torch.nonzero(sizes > limit.most)[:, 0].tolist():
+                usual = f"the cohort's median {float(limit.usual):.3g}"
+                far.append((i, f"its loss is {float(losses[i]):.3g}, {usual}"))
         return far
 
     def _far_reports(self) -> list[tuple[int, str]]:
-        if len(self._models) < 3:
+        if len(self._models) < FEWEST:
             return []
         far = []
         leaves = [dict(flatten(reports)) for _, _, reports in self._models]
         for path in leaves[0]:
             column = [each.get(path) for each in leaves]
             norms = torch.tensor([_norm(value) for value in column], dtype=torch.float64)
-            if not bool((norms > 0).any()):
-                continue
-            usual = float(norms[norms > 0].median())
-            for i in torch.nonzero(norms > FAR * usual)[:, 0].tolist():
-                what = f"its report {path} is {float(norms[i]) / usual:.3g} times the median norm"
-                far.append((i, what))
+            limit = limit_of(norms, FAR, lower=True)
+            for i in torch.nonzero(norms > limit.most)[:, 0].tolist():
+                times = float(norms[i] / limit.usual)
+                far.append((i, f"its report {path} is {times:.3g} times the median norm"))
         return far
 
     def finish(self, server: Tensor) -> Collected:
@@ -337,7 +340,7 @@ class Bounded(NamedTuple):
 
 def guarded(replies: Replies, server: Tensor, guard: Guard) -> Bounded:
     """Bound every client's samples, update and reports by the cohort's medians."""
-    if len(replies.clients) < 3:
+    if len(replies.clients) < FEWEST:
         return Bounded(replies, [], [])
     replies, heavy = _weighed(replies, server, guard)
     excess: dict[int, float] = {}  # by row: times the limit
@@ -362,10 +365,9 @@ def guarded(replies: Replies, server: Tensor, guard: Guard) -> Bounded:
 def _weighed(
     replies: Replies, server: Tensor, guard: Guard
 ) -> tuple[Replies, list[tuple[int, str]]]:
-    counted = replies.weights[replies.weights > 0]
-    if guard.weight is None or not len(counted):
+    if guard.weight is None:
         return replies, []
-    limit = guard.weight * counted.median()
+    limit = limit_of(replies.weights, guard.weight, lower=True).most
     heavy = replies.weights > limit
     if not bool(heavy.any()):
         return replies, []
@@ -391,10 +393,7 @@ def clipped(rows: Tensor, times: float, excess: dict[int, float]) -> Tensor:
     if not rows.is_floating_point():
         return rows
     norms = torch.linalg.vector_norm(rows.flatten(1), dim=1)
-    moved = norms[norms > 0]
-    if len(moved) < 3:
-        return rows
-    limit = times * moved.median()
+    limit = limit_of(norms, times, least=FEWEST, lower=True).most
     far = norms > limit
     if not bool(far.any()):
         return rows

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from fedbasin.core.bounds import above, at_least
 from fedbasin.core.catalogue import entry
+from fedbasin.core.limits import median
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.protocols import MergesStatistics
 from fedbasin.core.rule import Rules
 from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
-from fedbasin.methods.parts.robust import by_columns, median, present_rows
+from fedbasin.methods.parts.robust import by_columns, present_rows
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from torch import Tensor
 
 from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
+from fedbasin.core.limits import limit_of, median
 from fedbasin.core.method import Context, Method, Probe, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.protocols import MergesStatistics, merge_statistics
 from fedbasin.core.space import Range
 from fedbasin.core.tree import mapped
 from fedbasin.methods.fedavg import FedAvg
-from fedbasin.methods.parts.robust import median
 
 
 class NormBoundNotes(NamedTuple):
@@ -95,7 +95,7 @@ class NormBound(MergesStatistics, Wrapper):
         return None
 
     def _limit(self, lengths: Tensor, present: Tensor) -> Tensor:
-        return self.times * median(lengths[present])
+        return limit_of(lengths, self.times, present).most
 
     def _bounded(
         self, replies: Replies, origin: Tensor, lengths: Tensor, limit: Tensor, present: Tensor
@@ -109,13 +109,11 @@ class NormBound(MergesStatistics, Wrapper):
             reported = column.flatten(1).norm(dim=1) if column.dim() > 1 else column.abs()
             return _shortened(column, reported, self._limit(reported, present))
 
-        usual = median(replies.weights[present])
+        rows = limit_of(replies.weights, self.claims).most
         bounded = replace(
             replies,
             models=models,
-            weights=torch.where(
-                replies.weights > self.claims * usual, self.claims * usual, replies.weights
-            ),
+            weights=torch.where(replies.weights > rows, rows, replies.weights),
             steps=self._claimed(replies.steps, present),
             lr_sum=self._claimed(replies.lr_sum, present),
             effective_steps=self._claimed(replies.effective_steps, present),
@@ -139,10 +137,10 @@ class NormBound(MergesStatistics, Wrapper):
         """Return the clients' gradients and counts with the same bounds."""
         present = probe.weights > 0
         lengths = probe.gradients.norm(dim=1)
-        usual = self.claims * median(probe.weights[present])
+        rows = limit_of(probe.weights, self.claims).most
         return Probe(
             _shortened(probe.gradients, lengths, self._limit(lengths, present)),
-            torch.where(probe.weights > usual, usual, probe.weights),
+            torch.where(probe.weights > rows, rows, probe.weights),
         )
 
 

@@ -1,4 +1,4 @@
-"""What the robust rules share: a base that merges rows, and medians of columns.
+"""What the robust rules share: a base that merges rows, and distances between rows.
 
 A rule is a function of rows, `combine`. Updates are rows, and so are the clients' BatchNorm
 statistics: both go through the same rule. Sample counts are claims of the clients. They are
@@ -69,12 +69,6 @@ def by_columns(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     width = max(_PIECE // max(len(rows), 1), 1)
     pieces: list[Tensor] = [function(piece) for piece in rows.split(width, 1)]
     return torch.cat(pieces)
-
-
-def median(rows: Tensor) -> Tensor:
-    """Return the median of each column; of an even number of rows the mean of the two middle."""
-    ordered = rows.sort(0).values
-    return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
 
 
 def squared_distances(rows: Tensor) -> Tensor:
