@@ -218,27 +218,26 @@ def test_the_guard_bounds_samples_against_numpy():
     start = draws.normal(size=9)
     moves = draws.normal(size=(6, 9))
     replies = replies_of(torch.from_numpy(start + moves), weights=[10, 20, 30, 10**6, 40, 50])
-    found = guarded(replies, torch.from_numpy(start), Guard(5.0, weight=3.0))
-    assert found.replies.weights.tolist() == [10, 20, 30, 90, 40, 50]
+    found, excess = guarded(replies, torch.from_numpy(start), Guard(5.0, weight=3.0))
+    assert found.weights.tolist() == [10, 20, 30, 90, 40, 50]
     part = 90 / 10**6
-    np.testing.assert_allclose(found.replies.models[3].numpy(), start + part * moves[3])
-    np.testing.assert_allclose(found.replies.models[1].numpy(), start + moves[1])
+    np.testing.assert_allclose(found.models[3].numpy(), start + part * moves[3])
+    np.testing.assert_allclose(found.models[1].numpy(), start + moves[1])
     for name, before in (("steps", 1.0), ("lr_sum", 0.1), ("effective_steps", 1.0)):
         expected = np.full(6, before)
         expected[3] *= part
-        np.testing.assert_allclose(getattr(found.replies, name).numpy(), expected)
-    assert found.heavy == [(3, "it states 1e+06 rows and counts for 90")]
+        np.testing.assert_allclose(getattr(found, name).numpy(), expected)
+    assert excess.heavy == [(3, "it states 1e+06 rows and counts for 90")]
 
 
 def test_the_guard_bounds_reports():
     reports = ((torch.ones(5, 3) * torch.tensor([1.0, 1, 1, 1, 80])[:, None],),)
     replies = replace(replies_of(torch.ones(5, 2) * 1.0), reports=reports)
-    found = guarded(replies, torch.zeros(2), Guard(4.0))
-    assert [client for client, _ in found.far] == [4] and "report" in found.far[0][1]
-    torch.testing.assert_close(found.replies.reports[0][0][4], torch.full((3,), 4.0))
-    assert guarded(replies, torch.zeros(2), Guard(4.0, "drop")).replies.clients.tolist() == [
-        *range(4)
-    ]
+    found, excess = guarded(replies, torch.zeros(2), Guard(4.0))
+    assert [client for client, _ in excess.far] == [4] and "report" in excess.far[0][1]
+    torch.testing.assert_close(found.reports[0][0][4], torch.full((3,), 4.0))
+    found, excess = guarded(replies, torch.zeros(2), Guard(4.0, "drop"))
+    assert found.clients.tolist() == [*range(4)] and excess.dropped == {4}
 
 
 class Stating(LocalGrid):

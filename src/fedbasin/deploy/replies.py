@@ -63,16 +63,6 @@ class ReplyMetadata:
     mean_loss: float
 
 
-@dataclass(frozen=True)
-class Collected:
-    """A round's replies as the method sees them."""
-
-    replies: Replies
-    statistics: Tensor  # [C, Q]
-    losses: Tensor  # [C] mean over local training
-    counted: frozenset[int] = frozenset()  # clients whose replies weigh something
-
-
 @dataclass
 class Collector:
     """Takes one reply after another.
@@ -114,9 +104,9 @@ class Collector:
         return len(self._metadata)
 
     @property
-    def mergeable(self) -> bool:
-        """Whether a reply that was taken weighs something."""
-        return any(each.weight > 0 for each in self._metadata)
+    def counted(self) -> frozenset[int]:
+        """The clients whose replies weigh something."""
+        return frozenset(each.client for each in self._metadata if each.weight > 0)
 
     def take(self, client: int, node: int, reply: Message, rows: int | None = None) -> None:
         """Check a reply and take it, or refuse it with the reason.
@@ -210,7 +200,7 @@ class Collector:
                 far.append((i, f"its report {path} is {times:.3g} times the median norm"))
         return far
 
-    def finish(self, server: Tensor) -> Collected:
+    def finish(self, server: Tensor) -> Replies:
         """Return the replies in the order of client ids, as a matrix or as one mean; once only."""
         order = sorted(range(len(self)), key=lambda i: self._metadata[i].client)
         metadata = [self._metadata[i] for i in order]
@@ -228,27 +218,29 @@ class Collector:
             lr_sum=column("lr_sum"),
             effective_steps=column("effective_steps"),
             last_loss=column("last_loss", server.dtype),
+            train_loss=column("mean_loss"),
+            buffers=empty,
         )
-        losses = column("mean_loss")
-        counted = frozenset(each.client for each in metadata if each.weight > 0)
         if self.stream is not None:
             assert self._total is not None
             vector, buffers = self._total
             self._total = None  # the caller's alone from now on
             vector /= self._counted[0]
             buffers /= max(self._counted[1], 1e-300)
-            one = replace(replies.averaged(self.stream), models=vector.to(server.device)[None])
-            loss = mean_loss(replies.weights, losses)[None]
-            return Collected(one, buffers.to(server.device)[None], loss, counted)
+            return replace(
+                replies.averaged(self.stream),
+                models=vector.to(server.device)[None],
+                train_loss=mean_loss(replies.weights, replies.train_loss)[None],
+                buffers=buffers.to(server.device)[None],
+            )
         models = [self._models[i] for i in order]
         self._models = []
-        statistics = torch.stack([m[1] for m in models]).to(server.device)
-        replies = replace(
+        return replace(
             replies,
             models=torch.stack([m[0] for m in models]).to(server.device),
+            buffers=torch.stack([m[1] for m in models]).to(server.device),
             reports=stack([m[2] for m in models]),
         )
-        return Collected(replies, statistics, losses, counted)
 
     def _add(self, parts: list[Part], weight: float) -> None:
         if self._total is None:
@@ -330,36 +322,37 @@ def _norm(value: Any) -> float:
     return float(torch.linalg.vector_norm(value.double()))
 
 
-class Bounded(NamedTuple):
-    """Replies after the guard, and what it did to whom."""
+class Excess(NamedTuple):
+    """Whom the guard bounded, and why."""
 
-    replies: Replies
-    far: list[tuple[int, str]]  # clients whose update or report was too long
+    far: list[tuple[int, str]]  # clients whose update or report is far longer than the others'
     heavy: list[tuple[int, str]]  # clients that count for fewer samples than they state
+    dropped: frozenset[int] = frozenset()  # clients whose replies are left out
 
 
-def guarded(replies: Replies, server: Tensor, guard: Guard) -> Bounded:
+def guarded(replies: Replies, server: Tensor, guard: Guard) -> tuple[Replies, Excess]:
     """Bound every client's samples, update and reports by the cohort's medians."""
     if len(replies.clients) < FEWEST:
-        return Bounded(replies, [], [])
+        return replies, Excess([], [])
     replies, heavy = _weighed(replies, server, guard)
     excess: dict[int, float] = {}  # by row: times the limit
     moves = clipped(replies.models - server, guard.times, excess)
     said = {row: "its update" for row in excess}
     reports = mapped(lambda leaf: clipped(leaf, guard.times, excess), replies.reports)
     if not excess:
-        return Bounded(replies, [], heavy)
+        return replies, Excess([], heavy)
     far = [
         (
             int(replies.clients[row]),
-            f"{said.get(row, 'its report')} is {times} times the median norm",
+            f"{said.get(row, 'its report')} is {times} times the median norm: {guard.action}ped",
         )
         for row, times in ((row, f"{guard.times * excess[row]:.3g}") for row in sorted(excess))
     ]
     if guard.action == "drop":
         near = [row for row in range(len(replies.clients)) if row not in excess]
-        return Bounded(replies.take(torch.tensor(near, device=server.device)), far, heavy)
-    return Bounded(replace(replies, models=server + moves, reports=reports), far, heavy)
+        dropped = frozenset(client for client, _ in far)
+        return replies.take(torch.tensor(near, device=server.device)), Excess(far, heavy, dropped)
+    return replace(replies, models=server + moves, reports=reports), Excess(far, heavy)
 
 
 def _weighed(

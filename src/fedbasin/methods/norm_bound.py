@@ -76,7 +76,8 @@ class NormBound(MergesStatistics, Wrapper):
         present = replies.weights > 0
         lengths = (replies.models - server).norm(dim=1)
         limit = lengths.new_tensor(self.bound) if self.bound else self._limit(lengths, present)
-        near = self._bounded(replies, server, lengths, limit, present)
+        near = replace(replies, models=_shortened(replies.models, lengths, limit, server))
+        near = self._bounded(near, lengths, limit, present)
         if context.probe is not None:
             context = replace(context, probe=self._probe(context.probe))
         served, inner = self.inner.aggregate(state.inner, server, near, context)
@@ -86,8 +87,10 @@ class NormBound(MergesStatistics, Wrapper):
     def merge_statistics(self, before: Tensor, replies: Replies, context: Context) -> Tensor:
         """Bound how far the clients' statistics moved, then merge as the inner method does."""
         present = replies.weights > 0
-        lengths = (replies.models - before).norm(dim=1)
-        near = self._bounded(replies, before, lengths, self._limit(lengths, present), present)
+        lengths = (replies.buffers - before).norm(dim=1)
+        limit = self._limit(lengths, present)
+        near = replace(replies, buffers=_shortened(replies.buffers, lengths, limit, before))
+        near = self._bounded(near, lengths, limit, present)
         return merge_statistics(self.inner, before, near, context)
 
     def streams(self) -> None:
@@ -98,10 +101,9 @@ class NormBound(MergesStatistics, Wrapper):
         return limit_of(lengths, self.times, present).most
 
     def _bounded(
-        self, replies: Replies, origin: Tensor, lengths: Tensor, limit: Tensor, present: Tensor
+        self, replies: Replies, lengths: Tensor, limit: Tensor, present: Tensor
     ) -> Replies:
-        """Return the replies with all bounds; in "drop", without the clients that are too long."""
-        models = _shortened(replies.models, lengths, limit, origin)
+        """Bound what comes beside the rows; in "drop", leave out clients that are too long."""
 
         def report(column: Tensor) -> Tensor:
             if not column.is_floating_point():
@@ -112,12 +114,12 @@ class NormBound(MergesStatistics, Wrapper):
         rows = limit_of(replies.weights, self.claims).most
         bounded = replace(
             replies,
-            models=models,
             weights=torch.where(replies.weights > rows, rows, replies.weights),
             steps=self._claimed(replies.steps, present),
             lr_sum=self._claimed(replies.lr_sum, present),
             effective_steps=self._claimed(replies.effective_steps, present),
             last_loss=self._claimed(replies.last_loss, present),
+            train_loss=self._claimed(replies.train_loss, present),
             reports=mapped(report, replies.reports),
         )
         short = torch.nonzero(~(lengths > limit))[:, 0]
