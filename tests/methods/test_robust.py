@@ -336,6 +336,11 @@ def test_claims_are_bounded():
     assert abs(float(served.send)) < 3
 
 
+def test_clients_without_samples_set_no_limit():
+    d = np.array([[4.0], [4.0], [0.1], [0.1], [0.1]])
+    assert step(parse("norm_bound", "method"), d, weights=[1, 1, 0, 0, 0]) == pytest.approx(4)
+
+
 def test_numbers_beside_the_model_stay_near_their_median():
     method = parse("norm_bound(claims=5)", "method")
     models = torch.ones(4, 2, dtype=torch.float64)
