@@ -92,6 +92,8 @@ def replies_of(
         lr_sum=ones * 0.1,
         effective_steps=ones,
         last_loss=torch.zeros(count),
+        train_loss=torch.zeros(count, dtype=torch.float64),
+        buffers=models.new_zeros(count, 0),
         reports=reports,
     )
 

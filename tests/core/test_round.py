@@ -111,8 +111,9 @@ def server_of(buffers=ZEROS[:0], round=1):
 def gathered_of(rows, weights=None, buffers=None, trusted=None):
     models = torch.tensor(rows, dtype=torch.float64)
     replies = replies_of(models, weights=weights)
-    rest = models.new_zeros(len(rows), 0) if buffers is None else buffers
-    return Gathered(replies, rest, [], torch.tensor(0.25), trusted)
+    if buffers is not None:
+        replies = replace(replies, buffers=buffers)
+    return Gathered(replies, [], torch.tensor(0.25), trusted)
 
 
 def played(setup, server, cohort, returned):

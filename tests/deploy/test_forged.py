@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +25,7 @@ from fedbasin.deploy.bounds import Bounds
 from fedbasin.deploy.clients import Clients
 from fedbasin.deploy.evaluation import evaluations, mean_of
 from fedbasin.deploy.mail import Mailbox
-from fedbasin.deploy.replies import guarded
+from fedbasin.deploy.replies import Collector, ReplyMetadata, guarded
 from fedbasin.deploy.seats import Seats
 from fedbasin.deploy.wire import Refused
 from fedbasin.testing import replies_of, toy_federation
@@ -80,6 +81,52 @@ def test_a_report_is_compared_with_the_cohorts_median(times, refused):
     strategy = run("scaffold", tamper, rounds=1)
     assert bool(strategy.journal.refused) == refused and only_culprit_named(strategy)
     assert strategy.journal.records[0].replies == (5 if refused else 6)
+
+
+def outlying(losses, lengths):
+    """Whose loss or report is refused, of clients with these losses and lengths of reports."""
+    metadata = [ReplyMetadata(i, 5.0, 1.0, 0.1, 1.0, loss, loss) for i, loss in enumerate(losses)]
+    model = torch.zeros(2)
+    models = [(model, model[:0], ((torch.tensor([length]),),)) for length in lengths]
+    collector = Collector(None, 0, Bounds(Plan(0.1)), _metadata=metadata, _models=models)
+    return [client for client, _ in collector.outlying()]
+
+
+@pytest.mark.parametrize(
+    ("losses", "refused"),
+    [
+        ([1.0, 2.0, 299.0], []),  # 100 times (1 + 2), the median
+        ([1.0, 2.0, 301.0], [2]),
+        ([1.0, 1.0, 2.0, 201.0], [3]),  # of four the lower of the two in the middle
+        ([0.0, 0.0, 99.0], []),
+        ([math.nan, math.nan, 1.0, 2.0, 301.0], [4]),
+        ([math.nan, 1.0, 201.0], [2]),
+        ([1.0, 1e9], []),  # two have no majority
+    ],
+)
+def test_a_loss_is_compared_with_the_cohorts_median(losses, refused):
+    assert outlying(losses, [1.0] * len(losses)) == refused
+
+
+@pytest.mark.parametrize(
+    ("lengths", "refused"),
+    [
+        ([1.0, 2.0, 199.0], []),
+        ([1.0, 2.0, 201.0], [2]),
+        ([0.0, 0.0, 1.0, 101.0], [3]),  # a report of zeros counts for no median
+        ([0.0, 0.0, 1.0], []),
+        ([1.0, 1e9], []),
+    ],
+)
+def test_the_length_of_a_report_is_compared_with_the_cohorts_median(lengths, refused):
+    assert outlying([1.0] * len(lengths), lengths) == refused
+
+
+@pytest.mark.parametrize(("moves", "far"), [([0, 0, 1, 1000], []), ([0, 1, 1, 1000], [3])])
+def test_the_guard_needs_three_updates_that_move(moves, far):
+    replies = replies_of(torch.tensor(moves, dtype=torch.float64)[:, None])
+    _, excess = guarded(replies, torch.zeros(1, dtype=torch.float64), Guard(3.0))
+    assert [client for client, _ in excess.far] == far
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -218,27 +265,26 @@ def test_the_guard_bounds_samples_against_numpy():
     start = draws.normal(size=9)
     moves = draws.normal(size=(6, 9))
     replies = replies_of(torch.from_numpy(start + moves), weights=[10, 20, 30, 10**6, 40, 50])
-    found = guarded(replies, torch.from_numpy(start), Guard(5.0, weight=3.0))
-    assert found.replies.weights.tolist() == [10, 20, 30, 90, 40, 50]
+    found, excess = guarded(replies, torch.from_numpy(start), Guard(5.0, weight=3.0))
+    assert found.weights.tolist() == [10, 20, 30, 90, 40, 50]
     part = 90 / 10**6
-    np.testing.assert_allclose(found.replies.models[3].numpy(), start + part * moves[3])
-    np.testing.assert_allclose(found.replies.models[1].numpy(), start + moves[1])
+    np.testing.assert_allclose(found.models[3].numpy(), start + part * moves[3])
+    np.testing.assert_allclose(found.models[1].numpy(), start + moves[1])
     for name, before in (("steps", 1.0), ("lr_sum", 0.1), ("effective_steps", 1.0)):
         expected = np.full(6, before)
         expected[3] *= part
-        np.testing.assert_allclose(getattr(found.replies, name).numpy(), expected)
-    assert found.heavy == [(3, "it states 1e+06 rows and counts for 90")]
+        np.testing.assert_allclose(getattr(found, name).numpy(), expected)
+    assert excess.heavy == [(3, "it states 1e+06 rows and counts for 90")]
 
 
 def test_the_guard_bounds_reports():
     reports = ((torch.ones(5, 3) * torch.tensor([1.0, 1, 1, 1, 80])[:, None],),)
     replies = replace(replies_of(torch.ones(5, 2) * 1.0), reports=reports)
-    found = guarded(replies, torch.zeros(2), Guard(4.0))
-    assert [client for client, _ in found.far] == [4] and "report" in found.far[0][1]
-    torch.testing.assert_close(found.replies.reports[0][0][4], torch.full((3,), 4.0))
-    assert guarded(replies, torch.zeros(2), Guard(4.0, "drop")).replies.clients.tolist() == [
-        *range(4)
-    ]
+    found, excess = guarded(replies, torch.zeros(2), Guard(4.0))
+    assert [client for client, _ in excess.far] == [4] and "report" in excess.far[0][1]
+    torch.testing.assert_close(found.reports[0][0][4], torch.full((3,), 4.0))
+    found, excess = guarded(replies, torch.zeros(2), Guard(4.0, "drop"))
+    assert found.clients.tolist() == [*range(4)] and excess.dropped == {4}
 
 
 class Stating(LocalGrid):

@@ -39,7 +39,7 @@ def test_updates_and_reports_are_bounded_alike(action, seed):
     if action == "drop":
         said = torch.ones(7, 6, dtype=torch.float64)  # the wrapper drops by the update alone
     replies = replace(replies_of(server + moves, [5.0] * 7), reports=((said,),))
-    ours = guarded(replies, server, Guard(1.0, action, weight=None)).replies
+    ours, _ = guarded(replies, server, Guard(1.0, action, weight=None))
     inner = Seeing()
     context = Context(Layout(("w",), ((6,),)), 7, 1, root(0)).at(0, 0.1)
     method = NormBound(inner, times=1.0, claims=float("inf"), action=action)

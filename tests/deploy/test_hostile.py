@@ -31,7 +31,7 @@ from fedbasin.core.round import (
 )
 from fedbasin.deploy.client_state import StatesOnClients
 from fedbasin.deploy.merge import Lenient, gathered_of
-from fedbasin.deploy.replies import Collected, Guard
+from fedbasin.deploy.replies import Guard
 from fedbasin.deploy.wire import (
     SKELETON,
     Codec,
@@ -187,15 +187,15 @@ def test_reports_that_are_all_wrong_cost_a_later_round_and_no_more():
     assert notes == [None, 1.0, None] and not strategy.journal.refused
 
 
-def merged(method, before, collected, context, guard=None):
+def merged(method, before, replies, context, guard=None):
     """The server and the record after a round whose replies are given, and who was far."""
     plan = Plan(0.1)
     scoring = Scoring(rounds=1, test=None)
     setup = RoundSetup(method, context, lambda _: plan, context.key, Lenient(), scoring)
-    launch = begin_round(setup, before, collected.replies.clients.numpy(), StatesOnClients())
-    found = gathered_of(collected, before.send, guard)
-    after, record = end_round(setup, before, launch, Returned(found.gathered, Traffic()))
-    return after, record, [client for client, _ in found.far]
+    launch = begin_round(setup, before, replies.clients.numpy(), StatesOnClients())
+    gathered, excess = gathered_of(replies, before.send, guard)
+    after, record = end_round(setup, before, launch, Returned(gathered, Traffic()))
+    return after, record, [client for client, _ in excess.far]
 
 
 def test_a_state_that_is_not_finite_is_not_kept():
@@ -207,8 +207,7 @@ def test_a_state_that_is_not_finite_is_not_kept():
     context = Context(codec.layout, 10, 1, root(0))
     before = Server(0, vector, vector, buffers, method.init(vector, context))
     replies = replies_of(torch.tensor([[1e25] * 4, [1.0] * 4]))
-    collected = Collected(replies, torch.zeros(2, 0), torch.ones(2, dtype=torch.float64))
-    after, record, _ = merged(method, before, collected, context)
+    after, record, _ = merged(method, before, replies, context)
     assert after == replace(before, round=1) and record.notes == {"merge_refused": 1.0}
 
 
@@ -275,12 +274,13 @@ def test_a_far_update_brings_no_statistics_and_no_loss(action):
         clients=torch.tensor([4, 7, 9]),
     )
     sent = torch.tensor([[1.0, 1, 2, 2], [1e6, 1e6, 50, 50], [3.0, 3, 4, 4]])
-    collected = Collected(replies, sent, torch.tensor([1.0, 9e9, 2.0], dtype=torch.float64))
+    losses = torch.tensor([1.0, 9e9, 2.0], dtype=torch.float64)
+    replies = replace(replies, train_loss=losses, buffers=sent)
     before = Server(0, vector, vector, buffers, ())
     context = Context(codec.layout, 10, 1, root(0))
     fedavg = parse("fedavg", "method")
     guard = Guard(5.0, action)
-    after, record, named = merged(fedavg, before, collected, context, guard)
+    after, record, named = merged(fedavg, before, replies, context, guard)
     assert named == [7]
     torch.testing.assert_close(after.buffers, torch.tensor([2.5, 2.5, 3.5, 3.5]))
     assert record.train_loss == pytest.approx(1.75)

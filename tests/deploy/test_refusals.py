@@ -434,7 +434,7 @@ def test_far_updates_are_found_by_their_norm(action):
     moves[CULPRIT] *= 100
     moves[4] *= 40
     replies = replies_of(torch.from_numpy(start + moves), weights=[1, 2, 3, 4, 5, 6])
-    found, named, _ = guarded(replies, torch.from_numpy(start), Guard(3.0, action))
+    found, (named, _, _) = guarded(replies, torch.from_numpy(start), Guard(3.0, action))
     norms = np.linalg.norm(moves, axis=1)
     limit = 3.0 * np.sort(norms)[2]  # the lower median of six
     far = norms > limit
@@ -449,7 +449,7 @@ def test_far_updates_are_found_by_their_norm(action):
 
 def test_two_replies_have_no_majority():
     replies = replies_of(torch.tensor([[1.0], [1000.0]]))
-    assert guarded(replies, torch.zeros(1), Guard(2.0, "drop")) == (replies, [], [])
+    assert guarded(replies, torch.zeros(1), Guard(2.0, "drop")) == (replies, ([], [], set()))
 
 
 def test_a_clipped_update_is_named_and_the_run_goes_on():

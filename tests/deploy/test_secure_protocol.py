@@ -26,7 +26,7 @@ from fedbasin.deploy.secure.masks import Mask, add_masks
 from fedbasin.deploy.secure.quantise import NUMBERS, Numbers, Sums, quantise, restore, rounding
 from fedbasin.deploy.secure.server import RoundFailed, ServerProtocol, rings
 from fedbasin.deploy.secure.settings import Session
-from fedbasin.deploy.secure.update import collected_of
+from fedbasin.deploy.secure.update import reply_of
 from fedbasin.deploy.wire import Refused
 
 FUZZ = int(os.environ.get("FEDBASIN_FUZZ", "300"))  # malformed messages; 10000 takes minutes
@@ -245,8 +245,8 @@ def test_rounding_makes_no_variance_negative():
     words = np.array([0, -1, -1]).astype(np.int64).astype(np.uint32)  # 1 + 2 entries, 2 bits each
     layout = Layout(("norm.running_mean", "norm.running_var"), ((1,), (1,)))
     before = torch.tensor([0.25, 0.25])
-    found = collected_of(session, words, sums, [0], torch.zeros(1), before, layout)
-    assert found.statistics.tolist() == [[-0.75, 0.0]]
+    found = reply_of(session, words, sums, [0], torch.zeros(1), before, layout)
+    assert found.buffers.tolist() == [[-0.75, 0.0]]
 
 
 def test_secrets_are_erased_as_soon_as_they_have_served():

@@ -269,7 +269,7 @@ def test_bad_settings_are_named(source, word):
 def statistics(method, rows, before=None, weights=None):
     rows = torch.as_tensor(np.asarray(rows), dtype=torch.float64)
     before = torch.zeros(rows.shape[1], dtype=torch.float64) if before is None else before
-    replies = replies_of(rows, weights)
+    replies = replace(replies_of(rows[:, :0], weights), buffers=rows)
     return merge_statistics(method, before, replies, context_of(rows.shape[1])).numpy()
 
 
@@ -336,15 +336,20 @@ def test_claims_are_bounded():
     assert abs(float(served.send)) < 3
 
 
+def test_clients_without_samples_set_no_limit():
+    d = np.array([[4.0], [4.0], [0.1], [0.1], [0.1]])
+    assert step(parse("norm_bound", "method"), d, weights=[1, 1, 0, 0, 0]) == pytest.approx(4)
+
+
 def test_numbers_beside_the_model_stay_near_their_median():
     method = parse("norm_bound(claims=5)", "method")
     models = torch.ones(4, 2, dtype=torch.float64)
     odd = torch.tensor([2, 2, 2, 1e9], dtype=torch.float64)
-    numbers = dict(steps=odd, lr_sum=odd, effective_steps=1 / odd, last_loss=odd)
+    numbers = dict(steps=odd, lr_sum=odd, effective_steps=1 / odd, last_loss=odd, train_loss=odd)
     replies = replace(replies_of(models), **numbers)
     lengths = models.norm(dim=1)
-    near = method._bounded(replies, torch.zeros(2).double(), lengths, lengths[0], lengths > 0)
-    for name in ("steps", "lr_sum", "last_loss"):
+    near = method._bounded(replies, lengths, lengths[0], lengths > 0)
+    for name in ("steps", "lr_sum", "last_loss", "train_loss"):
         assert getattr(near, name).tolist() == [2, 2, 2, 10]
     assert near.effective_steps.tolist() == pytest.approx([0.5, 0.5, 0.5, 0.1])
 

@@ -11,7 +11,7 @@ from fedbasin import Experiment, run
 from fedbasin.core.expressions import parse
 from fedbasin.core.record import RunFolder
 from fedbasin.core.rng import root
-from fedbasin.core.round import Gathered, Sent
+from fedbasin.core.round import Sent
 from fedbasin.experiment import ConfigError, build
 from fedbasin.experiment.config import DataConfig, LocalConfig, PartitionConfig, SimConfig
 from fedbasin.sim.attacks import Hostility, draw_hostile, largest_z
@@ -125,8 +125,7 @@ def test_noise_of_the_hostile_is_new_in_every_round_and_repeats_with_the_seed():
     def noise(round, seed=0):
         sent = Sent(torch.zeros(50), torch.zeros(0), (), round)
         replies = replies_of(torch.zeros(2, 50))
-        gathered = Gathered(replies, torch.zeros(2, 0), [], torch.zeros(2))
-        return attack.forged(gathered, sent, root(seed)).replies.models[0]
+        return attack.forged(replies, sent, root(seed)).models[0]
 
     assert torch.equal(noise(3), noise(3))
     for other in (noise(4), noise(3, seed=1)):

@@ -171,11 +171,11 @@ def test_statistics_come_back_and_an_engines_own_error_is_raised_as_it_is(cluste
     assert found.replies.clients.tolist() == [4, 0, 2]
     for name in ("models", "weights", "steps", "lr_sum", "effective_steps", "last_loss"):
         torch.testing.assert_close(getattr(found.replies, name), getattr(expected.replies, name))
-    torch.testing.assert_close(found.buffers, expected.buffers)
+    torch.testing.assert_close(found.replies.buffers, expected.replies.buffers)
     wanted = base.executor.probe([ProbeRequest(who, sent)])[0]
     torch.testing.assert_close(probed.gradients, wanted.gradients)
     assert probed.weights.tolist() == wanted.weights.tolist() == [3, 16, 7]
-    assert not torch.equal(found.buffers[0], found.buffers[1])
+    assert not torch.equal(found.replies.buffers[0], found.replies.buffers[1])
     torch.testing.assert_close(found.train_loss, expected.train_loss)
 
 

@@ -224,9 +224,8 @@ def test_statistics_follow_their_policy():
     gathered = federation.executor.train(
         [Launch(cohort, Sent(server.send, server.buffers, (), 0), federation.schedule(0), states)]
     )[0]
-    expected = np.average(
-        gathered.buffers.numpy(), axis=0, weights=gathered.replies.weights.numpy()
-    )
+    replies = gathered.replies
+    expected = np.average(replies.buffers.numpy(), axis=0, weights=replies.weights.numpy())
     np.testing.assert_allclose(after.buffers.numpy(), expected)
     _, _, after = statistics("recalibrate", lambda score, mean: mean * 0 + 7)
     assert after.buffers.tolist() == [7.0] * 8

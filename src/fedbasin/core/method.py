@@ -198,6 +198,8 @@ class Replies:
     # optimiser, whose steps have no such length
     effective_steps: Tensor
     last_loss: Tensor  # [C] mean training loss of the last local epoch
+    train_loss: Tensor  # [C] mean loss of the local training; NaN of a client that keeps it back
+    buffers: Tensor  # [C, Q] statistics, such as BatchNorm's
     reports: tuple[Any, ...] = ()  # what each client rule reports, in the order of `rules`
 
     def check(self, server: Tensor) -> None:
@@ -255,6 +257,8 @@ class Replies:
             lr_sum=mean(self.lr_sum),
             effective_steps=mean(self.effective_steps),
             last_loss=mean(self.last_loss),
+            train_loss=mean(self.train_loss),
+            buffers=mean(self.buffers),
         )
 
 

@@ -38,8 +38,8 @@ class MergesStatistics(ABC):
 
         Args:
             before: the statistics that were sent [Q].
-            replies: the replies, with the clients' statistics [C, Q] in the place of `models` and
-                without reports.
+            replies: the replies, of which `buffers` are the clients' statistics [C, Q]; their
+                models are empty [C, 0], and they have no reports.
             context: what surrounds the round.
         """
 
@@ -73,14 +73,14 @@ def needs_gradients(method: Method) -> bool:
 
 
 def merge_statistics(method: Method, before: Tensor, replies: Replies, context: Context) -> Tensor:
-    """Merge the clients' statistics, `replies.models`, as the method says; by default their mean.
+    """Merge the clients' statistics, `replies.buffers`, as the method says; by default their mean.
 
     The outermost wrapper that has a rule goes first; it calls this for what is inside it.
     """
     for layer in _layers(method):
         if isinstance(layer, MergesStatistics):
             return layer.merge_statistics(before, replies, context)
-    return weighted_mean(replies.models, shares(replies.weights))
+    return weighted_mean(replies.buffers, shares(replies.weights))
 
 
 def is_private(method: Method) -> bool:

@@ -82,7 +82,6 @@ class Gathered(NamedTuple):
     """What a cohort sends back, beside the replies proper."""
 
     replies: Replies
-    buffers: Tensor  # [C, Q]
     own: list[tuple[Any, ...]]  # the clients' new states, where the server's side keeps them
     train_loss: Tensor  # mean loss of the cohort's local training
     trusted: Tensor | None = None  # bool [C] whose statistics count; None trusts all
@@ -90,9 +89,7 @@ class Gathered(NamedTuple):
     def take(self, rows: Tensor) -> Gathered:
         """Return what some of the clients sent; the loss stays that of all."""
         trusted = None if self.trusted is None else self.trusted[rows]
-        return self._replace(
-            replies=self.replies.take(rows), buffers=self.buffers[rows], own=[], trusted=trusted
-        )
+        return self._replace(replies=self.replies.take(rows), own=[], trusted=trusted)
 
 
 class Traffic(NamedTuple):
@@ -159,7 +156,8 @@ class Statistics:
         """Return the statistics that go with the merged model, before any recalibration."""
         if self.policy == "keep" or not before.numel():
             return before
-        replies = replace(gathered.replies, models=gathered.buffers, reports=())
+        replies = gathered.replies
+        replies = replace(replies, models=replies.models[:, :0], reports=())
         if gathered.trusted is not None:
             replies = replies.take(gathered.trusted)
         return merge_statistics(method, before, replies, context)
@@ -342,8 +340,10 @@ def _nothing(server: Server) -> Gathered:
         lr_sum=none,
         effective_steps=none,
         last_loss=none,
+        train_loss=none,
+        buffers=server.buffers.new_zeros(0, server.buffers.numel()),
     )
-    return Gathered(replies, server.buffers.new_zeros(0, server.buffers.numel()), [], none.sum())
+    return Gathered(replies, [], none.sum())
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from flwr.app import ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedbasin.core.limits import limit_of
 from fedbasin.deploy.audit import Refusal
 from fedbasin.deploy.bounds import MOST_CLIENTS, MOST_NUMBERS, MOST_ROWS, check_size
 from fedbasin.deploy.frozen import FrozenParts
@@ -294,8 +295,8 @@ class Clients:
         if missing:
             _log.warning("clients %s do not show their class counts: they count for none", missing)
         rows = table.sum(1)
-        if weight is not None and bool((rows > 0).any()):
-            limit = weight * float(rows[rows > 0].median())
+        if weight is not None:
+            limit = float(limit_of(rows.double(), weight, lower=True).most)
             part = (limit / rows.clamp(min=1)).clamp(max=1.0)
             table = (table * part[:, None]).round().to(torch.int64)
         return table

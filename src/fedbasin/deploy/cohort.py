@@ -12,13 +12,13 @@ from typing import Any, Protocol
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from torch import Tensor
 
-from fedbasin.core.method import Plan
+from fedbasin.core.method import Plan, Replies
 from fedbasin.core.round import Traffic
 from fedbasin.core.tree import tensors
 from fedbasin.deploy.audit import Refusal
 from fedbasin.deploy.clients import Clients, TooFewNodes, reasons_of
 from fedbasin.deploy.mail import GaveUp
-from fedbasin.deploy.replies import Collected, Collector
+from fedbasin.deploy.replies import Collector
 from fedbasin.deploy.wire import Refused, content_bytes, fault, from_flower, write_tree
 
 MERGED = "merged"  # the record that says which round of a client was merged last
@@ -65,8 +65,8 @@ class TakesReplies(Protocol):
         ...
 
     @property
-    def mergeable(self) -> bool:
-        """Whether the replies that were taken can be merged."""
+    def counted(self) -> frozenset[int]:
+        """The clients whose replies weigh something; without any there is nothing to merge."""
         ...
 
     def __len__(self) -> int: ...
@@ -204,10 +204,10 @@ class Cohort:
         """How many replies were taken."""
         return len(self.collector)
 
-    def collected(self, server: Tensor) -> Collected | None:
+    def collected(self, server: Tensor) -> Replies | None:
         """Return the replies that were taken, once; None if none of them weighs anything."""
         assert isinstance(self.collector, Collector)  # masked replies are opened in `secure`
-        return self.collector.finish(server) if self.collector.mergeable else None
+        return self.collector.finish(server) if self.collector.counted else None
 
     def traffic(self) -> Traffic:
         """Return what was sent and received in this round."""

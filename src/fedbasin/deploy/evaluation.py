@@ -6,16 +6,18 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from flwr.app import Message, MetricRecord
 from flwr.serverapp.strategy import Result
 
+from fedbasin.core.limits import limit_of
 from fedbasin.core.record import Headline, RoundRecord
 from fedbasin.core.served import PREFIXES, Cell, ClientTable, columns_of
 from fedbasin.deploy.bounds import MOST_NUMBERS, MOST_ROWS, check_size
+from fedbasin.deploy.replies import FEWEST
 from fedbasin.deploy.wire import LARGEST, Refused, fault, from_flower, number, the_record
 
 _ADDRESS = ("server-round", "partition-id")  # numbers that say whose reply it is
@@ -96,10 +98,10 @@ def bounded(
     found: Sequence[Evaluation], weight: float | None
 ) -> tuple[list[Evaluation], list[tuple[int, str]]]:
     """Let no client count for more than `weight` times the median rows; say whose were bounded."""
-    rows = [one.weight for one in found if one.weight > 0]
-    if weight is None or len(rows) < 3:
+    if weight is None:
         return list(found), []
-    limit = weight * median(rows)
+    rows = torch.tensor([one.weight for one in found], dtype=torch.float64)
+    limit = float(limit_of(rows, weight, least=FEWEST).most)
     said = [
         (one.node, f"its evaluation states {one.weight:g} rows and counts for {limit:g}")
         for one in found

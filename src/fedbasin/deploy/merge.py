@@ -7,8 +7,7 @@ that are too long. If the merge fails, the server keeps its old model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from fedbasin.core.method import Replies, ReplyError
 from fedbasin.core.round import Attempt, Gathered, Merged, Server
 from fedbasin.core.tree import tensors
 from fedbasin.deploy.audit import MergedReply
-from fedbasin.deploy.replies import Collected, Collector, Guard, guarded, mean_loss
+from fedbasin.deploy.replies import Collector, Excess, Guard, guarded, mean_loss
 from fedbasin.deploy.wire import LARGEST, printable
 
 _MOST_SUSPECTS = 64  # replies that are left out in turn to find the one that spoils a merge
@@ -94,24 +93,20 @@ def _checked(server: Server, merged: Merged) -> Merged:
     return merged
 
 
-class Guarded(NamedTuple):
-    """The replies as the round takes them."""
-
-    gathered: Gathered
-    clients: frozenset[int]  # whose replies are merged
-    far: list[tuple[int, str]]  # clients whose update is far longer than the others', and why
-    heavy: list[tuple[int, str]]  # clients that count for fewer samples than they state
-
-
 def merged_replies(
-    taken: object, guarded: Guarded, server: Tensor, keys: Mapping[int, str]
+    taken: object,
+    counted: Collection[int],
+    replies: Replies,
+    server: Tensor,
+    keys: Mapping[int, str],
 ) -> dict[int, MergedReply]:
     """Return what the audit trail says of the replies that are merged, by client.
 
     Args:
         taken: what collected them. Masked replies have neither weight nor norm, and those that
             were averaged as they arrived have no norm.
-        guarded: the replies as the round takes them.
+        counted: the clients whose replies are merged.
+        replies: the replies as the round takes them.
         server: the model that clients started from [P].
         keys: the fingerprint of each client's key.
     """
@@ -120,39 +115,30 @@ def merged_replies(
     if isinstance(taken, Collector):
         weights = taken.weights
         if taken.stream is None:
-            replies = guarded.gathered.replies
             clients = replies.clients.tolist()
             weights = dict(zip(clients, replies.weights.tolist(), strict=True))
             for client, model in zip(clients, replies.models, strict=True):  # one copy at a time
                 norms[client] = float(torch.linalg.vector_norm(model - server))
     return {
         client: MergedReply(client, keys.get(client, ""), weights.get(client), norms.get(client))
-        for client in sorted(guarded.clients)
+        for client in sorted(counted)
     }
 
 
-def gathered_of(collected: Collected, server: Tensor, guard: Guard | None) -> Guarded:
-    """Turn the replies that were taken into what the round merges.
+def gathered_of(replies: Replies, server: Tensor, guard: Guard | None) -> tuple[Gathered, Excess]:
+    """Turn the replies that were taken into what the round merges, and say whom the guard bounds.
 
     Args:
-        collected: the replies that were taken.
+        replies: the replies that were taken.
         server: the model that clients started from [P].
         guard: what happens to updates that are far longer than the others.
     """
-    replies = collected.replies
-    named: list[tuple[int, str]] = []
-    heavy: list[tuple[int, str]] = []
-    if guard is not None:
-        replies, lengths, heavy = guarded(replies, server, guard)
-        named = [(client, f"{length}: {guard.action}ped") for client, length in lengths]
-    far = {client for client, _ in named}
+    if guard is None:
+        return Gathered(replies, [], mean_loss(replies.weights, replies.train_loss)), Excess([], [])
+    bounded, excess = guarded(replies, server, guard)
     # A far update's statistics and loss are not to be trusted either, clipped or not.
-    ids = collected.replies.clients
-    near = torch.tensor([client not in far for client in ids.tolist()], device=ids.device)
-    loss = mean_loss(collected.replies.weights[near], collected.losses[near])
-    if guard is not None and guard.action == "drop":
-        gathered = Gathered(replies, collected.statistics[near], [], loss)
-        return Guarded(gathered, collected.counted - far, named, heavy)
-    trusted = near if far else None
-    gathered = Gathered(replies, collected.statistics, [], loss, trusted)
-    return Guarded(gathered, collected.counted, named, heavy)
+    far = {client for client, _ in excess.far}
+    near = torch.tensor([c not in far for c in replies.clients.tolist()], device=server.device)
+    loss = mean_loss(replies.weights[near], replies.train_loss[near])
+    trusted = near if far and not excess.dropped else None
+    return Gathered(bounded, [], loss, trusted), excess

@@ -10,10 +10,11 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedbasin.core.limits import limit_of
 from fedbasin.core.method import Probe
 from fedbasin.deploy.bounds import MOST_NUMBERS
 from fedbasin.deploy.clients import ASK, Clients, TooFewNodes, reasons_of
-from fedbasin.deploy.replies import FAR, Guard, clipped
+from fedbasin.deploy.replies import FAR, FEWEST, Guard, clipped
 from fedbasin.deploy.wire import Refused, number, read_tree, the_record, write_tree
 
 GRADIENT = "gradient"  # what the server asks for
@@ -67,7 +68,7 @@ def gather_gradients(
     weights = torch.tensor([gradients[c][1] for c in order], dtype=torch.float64)
     rows = [gradients[c][0] for c in order]
     stacked = torch.stack(rows) if rows else like.new_empty(0, like.numel())
-    if guard is not None and len(order) >= 3:
+    if guard is not None and len(order) >= FEWEST:
         excess: dict[int, float] = {}
         stacked = clipped(stacked, guard.times, excess)
         for row, times in excess.items():
@@ -75,21 +76,19 @@ def gather_gradients(
             clients.refuse(nodes[order[row]], why)
             _log.warning("client %d: %s", order[row], why)
         if guard.weight is not None:
-            weights = weights.clamp(max=guard.weight * float(weights.median()))
+            weights = weights.clamp(max=limit_of(weights, guard.weight, lower=True).most)
     return order, Probe(stacked.to(like.device), weights.to(like.device))
 
 
 def _far(gradients: Mapping[int, tuple[Tensor, float]]) -> list[tuple[int, str]]:
     """Return whose gradient is so long that it can be no gradient of the same model, and why."""
-    norms = {c: float(torch.linalg.vector_norm(g.double())) for c, (g, _) in gradients.items()}
-    moved = [norm for norm in norms.values() if norm > 0]
-    if len(moved) < 3:
-        return []
-    usual = float(torch.tensor(moved, dtype=torch.float64).median())
+    lengths = [float(torch.linalg.vector_norm(g.double())) for g, _ in gradients.values()]
+    norms = torch.tensor(lengths, dtype=torch.float64)
+    limit = limit_of(norms, FAR, least=FEWEST, lower=True)
     return [
-        (client, f"its gradient is {norm / usual:.3g} times the median norm")
-        for client, norm in norms.items()
-        if norm > FAR * usual
+        (client, f"its gradient is {float(norm / limit.usual):.3g} times the median norm")
+        for client, norm in zip(gradients, norms, strict=True)
+        if norm > limit.most
     ]
 
 

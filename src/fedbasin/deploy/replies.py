@@ -11,6 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from torch import Tensor
 
+from fedbasin.core.limits import limit_of
 from fedbasin.core.method import Replies
 from fedbasin.core.tree import flatten, mapped, stack
 from fedbasin.core.vectors import Weighting, shares
@@ -18,6 +19,7 @@ from fedbasin.deploy.bounds import Bounds
 from fedbasin.deploy.wire import Codec, Part, Refused, number, read_tree, the_record
 
 FAR = 100.0  # times the cohort's median, beyond which a loss or a report is refused
+FEWEST = 3  # replies; the median of fewer says nothing about one of them
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,6 @@ class ReplyMetadata:
     mean_loss: float
 
 
-@dataclass(frozen=True)
-class Collected:
-    """A round's replies as the method sees them."""
-
-    replies: Replies
-    statistics: Tensor  # [C, Q]
-    losses: Tensor  # [C] mean over local training
-    counted: frozenset[int] = frozenset()  # clients whose replies weigh something
-
-
 @dataclass
 class Collector:
     """Takes one reply after another.
@@ -112,9 +104,9 @@ class Collector:
         return len(self._metadata)
 
     @property
-    def mergeable(self) -> bool:
-        """Whether a reply that was taken weighs something."""
-        return any(each.weight > 0 for each in self._metadata)
+    def counted(self) -> frozenset[int]:
+        """The clients whose replies weigh something."""
+        return frozenset(each.client for each in self._metadata if each.weight > 0)
 
     def take(self, client: int, node: int, reply: Message, rows: int | None = None) -> None:
         """Check a reply and take it, or refuse it with the reason.
@@ -182,32 +174,33 @@ class Collector:
         return named
 
     def _far_losses(self) -> list[tuple[int, str]]:
+        if len(self) < FEWEST:
+            return []
         far = []
         for name in ("last_loss", "mean_loss"):
             losses = torch.tensor([getattr(e, name) for e in self._metadata], dtype=torch.float64)
-            usual = float(losses.abs().nanmedian()) if len(losses) >= 3 else math.inf
-            for i in torch.nonzero(losses.abs() > FAR * (1 + usual))[:, 0].tolist():
-                what = f"its loss is {float(losses[i]):.3g}, the cohort's median {usual:.3g}"
-                far.append((i, what))
+            sizes = losses.abs()
+            limit = limit_of(sizes, FAR, ~sizes.isnan(), plus=1.0, lower=True)
+            for i in torch.nonzero(sizes > limit.most)[:, 0].tolist():
+                usual = f"the cohort's median {float(limit.usual):.3g}"
+                far.append((i, f"its loss is {float(losses[i]):.3g}, {usual}"))
         return far
 
     def _far_reports(self) -> list[tuple[int, str]]:
-        if len(self._models) < 3:
+        if len(self._models) < FEWEST:
             return []
         far = []
         leaves = [dict(flatten(reports)) for _, _, reports in self._models]
         for path in leaves[0]:
             column = [each.get(path) for each in leaves]
             norms = torch.tensor([_norm(value) for value in column], dtype=torch.float64)
-            if not bool((norms > 0).any()):
-                continue
-            usual = float(norms[norms > 0].median())
-            for i in torch.nonzero(norms > FAR * usual)[:, 0].tolist():
-                what = f"its report {path} is {float(norms[i]) / usual:.3g} times the median norm"
-                far.append((i, what))
+            limit = limit_of(norms, FAR, lower=True)
+            for i in torch.nonzero(norms > limit.most)[:, 0].tolist():
+                times = float(norms[i] / limit.usual)
+                far.append((i, f"its report {path} is {times:.3g} times the median norm"))
         return far
 
-    def finish(self, server: Tensor) -> Collected:
+    def finish(self, server: Tensor) -> Replies:
         """Return the replies in the order of client ids, as a matrix or as one mean; once only."""
         order = sorted(range(len(self)), key=lambda i: self._metadata[i].client)
         metadata = [self._metadata[i] for i in order]
@@ -225,27 +218,29 @@ class Collector:
             lr_sum=column("lr_sum"),
             effective_steps=column("effective_steps"),
             last_loss=column("last_loss", server.dtype),
+            train_loss=column("mean_loss"),
+            buffers=empty,
         )
-        losses = column("mean_loss")
-        counted = frozenset(each.client for each in metadata if each.weight > 0)
         if self.stream is not None:
             assert self._total is not None
             vector, buffers = self._total
             self._total = None  # the caller's alone from now on
             vector /= self._counted[0]
             buffers /= max(self._counted[1], 1e-300)
-            one = replace(replies.averaged(self.stream), models=vector.to(server.device)[None])
-            loss = mean_loss(replies.weights, losses)[None]
-            return Collected(one, buffers.to(server.device)[None], loss, counted)
+            return replace(
+                replies.averaged(self.stream),
+                models=vector.to(server.device)[None],
+                train_loss=mean_loss(replies.weights, replies.train_loss)[None],
+                buffers=buffers.to(server.device)[None],
+            )
         models = [self._models[i] for i in order]
         self._models = []
-        statistics = torch.stack([m[1] for m in models]).to(server.device)
-        replies = replace(
+        return replace(
             replies,
             models=torch.stack([m[0] for m in models]).to(server.device),
+            buffers=torch.stack([m[1] for m in models]).to(server.device),
             reports=stack([m[2] for m in models]),
         )
-        return Collected(replies, statistics, losses, counted)
 
     def _add(self, parts: list[Part], weight: float) -> None:
         if self._total is None:
@@ -327,45 +322,45 @@ def _norm(value: Any) -> float:
     return float(torch.linalg.vector_norm(value.double()))
 
 
-class Bounded(NamedTuple):
-    """Replies after the guard, and what it did to whom."""
+class Excess(NamedTuple):
+    """Whom the guard bounded, and why."""
 
-    replies: Replies
-    far: list[tuple[int, str]]  # clients whose update or report was too long
+    far: list[tuple[int, str]]  # clients whose update or report is far longer than the others'
     heavy: list[tuple[int, str]]  # clients that count for fewer samples than they state
+    dropped: frozenset[int] = frozenset()  # clients whose replies are left out
 
 
-def guarded(replies: Replies, server: Tensor, guard: Guard) -> Bounded:
+def guarded(replies: Replies, server: Tensor, guard: Guard) -> tuple[Replies, Excess]:
     """Bound every client's samples, update and reports by the cohort's medians."""
-    if len(replies.clients) < 3:
-        return Bounded(replies, [], [])
+    if len(replies.clients) < FEWEST:
+        return replies, Excess([], [])
     replies, heavy = _weighed(replies, server, guard)
     excess: dict[int, float] = {}  # by row: times the limit
     moves = clipped(replies.models - server, guard.times, excess)
     said = {row: "its update" for row in excess}
     reports = mapped(lambda leaf: clipped(leaf, guard.times, excess), replies.reports)
     if not excess:
-        return Bounded(replies, [], heavy)
+        return replies, Excess([], heavy)
     far = [
         (
             int(replies.clients[row]),
-            f"{said.get(row, 'its report')} is {times} times the median norm",
+            f"{said.get(row, 'its report')} is {times} times the median norm: {guard.action}ped",
         )
         for row, times in ((row, f"{guard.times * excess[row]:.3g}") for row in sorted(excess))
     ]
     if guard.action == "drop":
         near = [row for row in range(len(replies.clients)) if row not in excess]
-        return Bounded(replies.take(torch.tensor(near, device=server.device)), far, heavy)
-    return Bounded(replace(replies, models=server + moves, reports=reports), far, heavy)
+        dropped = frozenset(client for client, _ in far)
+        return replies.take(torch.tensor(near, device=server.device)), Excess(far, heavy, dropped)
+    return replace(replies, models=server + moves, reports=reports), Excess(far, heavy)
 
 
 def _weighed(
     replies: Replies, server: Tensor, guard: Guard
 ) -> tuple[Replies, list[tuple[int, str]]]:
-    counted = replies.weights[replies.weights > 0]
-    if guard.weight is None or not len(counted):
+    if guard.weight is None:
         return replies, []
-    limit = guard.weight * counted.median()
+    limit = limit_of(replies.weights, guard.weight, lower=True).most
     heavy = replies.weights > limit
     if not bool(heavy.any()):
         return replies, []
@@ -391,10 +386,7 @@ def clipped(rows: Tensor, times: float, excess: dict[int, float]) -> Tensor:
     if not rows.is_floating_point():
         return rows
     norms = torch.linalg.vector_norm(rows.flatten(1), dim=1)
-    moved = norms[norms > 0]
-    if len(moved) < 3:
-        return rows
-    limit = times * moved.median()
+    limit = limit_of(norms, times, least=FEWEST, lower=True).most
     far = norms > limit
     if not bool(far.any()):
         return rows

@@ -342,21 +342,24 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         cohort.collect(replies)
         failures = len(cohort.asked) - cohort.count
         _log.info("aggregate_train: Received %s results and %s failures", cohort.count, failures)
-        guarded = None
+        gathered = None
+        counted: frozenset[int] = frozenset()
         merged: dict[int, MergedReply] = {}
         bounded: list[Refusal] = []
-        collected = cohort.collected(self._server.send)
-        if collected is not None:
-            guarded = gathered_of(collected, self._server.send, self.handling.guard)
-            for client, why in guarded.far:
+        taken = cohort.collected(self._server.send)
+        if taken is not None:
+            gathered, excess = gathered_of(taken, self._server.send, self.handling.guard)
+            counted = cohort.collector.counted - excess.dropped
+            for client, why in excess.far:
                 cohort.refuse(client, cohort.asked[client], why)
-            for client, why in guarded.heavy:
+            for client, why in excess.heavy:
                 _log.warning("round %d: client %d: %s", server_round, client, why)
                 bounded.append(self._clients.refusal(cohort.asked[client], why))
             if self.journal.folder is not None:
                 keys = {client: self._clients.key(node) for client, node in cohort.asked.items()}
-                merged = merged_replies(cohort.collector, guarded, self._server.send, keys)
-        gathered = guarded.gathered if guarded else None
+                merged = merged_replies(
+                    cohort.collector, counted, gathered.replies, self._server.send, keys
+                )
         seconds = time.perf_counter() - self._began
         returned = Returned(gathered, cohort.traffic(), seconds)
         self._server, self._record = end_round(self._setup, self._server, self._launch, returned)
@@ -367,9 +370,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         if isinstance(cohort, SecureCohort):
             noted = cohort.notes(self._codec.layout.size)
             self._record = replace(self._record, notes={**self._record.notes, **noted})
-        if guarded and not merge_refused(self._record):
+        if gathered is not None and not merge_refused(self._record):
             spoilt = {client for client, _ in self._policy.blamed}
-            self.journal.mark_merged(guarded.clients - spoilt, server_round)
+            self.journal.mark_merged(counted - spoilt, server_round)
             merged = {client: reply for client, reply in merged.items() if client not in spoilt}
         else:
             merged = {}

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedbasin.core.bounds import within
 from fedbasin.core.catalogue import entry
+from fedbasin.core.limits import median
 from fedbasin.core.rule import Rules
 from fedbasin.methods.parts.robust import (
     Robust,
@@ -29,7 +30,6 @@ from fedbasin.methods.parts.robust import (
     by_columns,
     check_count,
     krum_scores,
-    median,
     squared_distances,
 )
 

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from fedbasin.core.bounds import above, at_least
 from fedbasin.core.catalogue import entry
+from fedbasin.core.limits import median
 from fedbasin.core.method import Context, Method, Replies, Served
 from fedbasin.core.protocols import MergesStatistics
 from fedbasin.core.rule import Rules
 from fedbasin.core.space import Range
 from fedbasin.core.vectors import Weighting
-from fedbasin.methods.parts.robust import by_columns, median, present_rows
+from fedbasin.methods.parts.robust import by_columns, present_rows
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class CenteredClipping(MergesStatistics, Method):
         self, state: CenteredClippingState, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, CenteredClippingState]:
         """Move the centre towards the updates, none of them by more than tau."""
-        updates, _ = present_rows(server, replies)
+        updates, _ = present_rows(replies.models - server, replies)
         centre = state.centre
         for _ in range(self.iterations):
             apart = updates - centre
@@ -92,5 +93,5 @@ class CenteredClipping(MergesStatistics, Method):
 
     def merge_statistics(self, before: Tensor, replies: Replies, context: Context) -> Tensor:
         """Take the median of the clients' statistics."""
-        changes, _ = present_rows(before, replies)
+        changes, _ = present_rows(replies.buffers - before, replies)
         return before + by_columns(changes, median)

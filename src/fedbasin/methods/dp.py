@@ -311,5 +311,7 @@ def _one_reply(model: Tensor) -> Replies:
         steps=one,
         lr_sum=one,
         effective_steps=one,
-        last_loss=torch.zeros(1, dtype=model.dtype, device=model.device),
+        last_loss=model.new_zeros(1),
+        train_loss=model.new_zeros(1),
+        buffers=model.new_zeros(1, 0),
     )

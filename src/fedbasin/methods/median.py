@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedbasin.core.catalogue import entry
+from fedbasin.core.limits import median
 from fedbasin.core.rule import Rules
-from fedbasin.methods.parts.robust import Robust, by_columns, median
+from fedbasin.methods.parts.robust import Robust, by_columns
 
 
 @entry(

@@ -28,12 +28,12 @@ from torch import Tensor
 
 from fedbasin.core.bounds import at_least
 from fedbasin.core.catalogue import entry
+from fedbasin.core.limits import limit_of, median
 from fedbasin.core.method import Context, Method, Probe, Replies, Served, Wrapped, Wrapper
 from fedbasin.core.protocols import MergesStatistics, merge_statistics
 from fedbasin.core.space import Range
 from fedbasin.core.tree import mapped
 from fedbasin.methods.fedavg import FedAvg
-from fedbasin.methods.parts.robust import median
 
 
 class NormBoundNotes(NamedTuple):
@@ -76,7 +76,8 @@ class NormBound(MergesStatistics, Wrapper):
         present = replies.weights > 0
         lengths = (replies.models - server).norm(dim=1)
         limit = lengths.new_tensor(self.bound) if self.bound else self._limit(lengths, present)
-        near = self._bounded(replies, server, lengths, limit, present)
+        near = replace(replies, models=_shortened(replies.models, lengths, limit, server))
+        near = self._bounded(near, lengths, limit, present)
         if context.probe is not None:
             context = replace(context, probe=self._probe(context.probe))
         served, inner = self.inner.aggregate(state.inner, server, near, context)
@@ -86,8 +87,10 @@ class NormBound(MergesStatistics, Wrapper):
     def merge_statistics(self, before: Tensor, replies: Replies, context: Context) -> Tensor:
         """Bound how far the clients' statistics moved, then merge as the inner method does."""
         present = replies.weights > 0
-        lengths = (replies.models - before).norm(dim=1)
-        near = self._bounded(replies, before, lengths, self._limit(lengths, present), present)
+        lengths = (replies.buffers - before).norm(dim=1)
+        limit = self._limit(lengths, present)
+        near = replace(replies, buffers=_shortened(replies.buffers, lengths, limit, before))
+        near = self._bounded(near, lengths, limit, present)
         return merge_statistics(self.inner, before, near, context)
 
     def streams(self) -> None:
@@ -95,13 +98,12 @@ class NormBound(MergesStatistics, Wrapper):
         return None
 
     def _limit(self, lengths: Tensor, present: Tensor) -> Tensor:
-        return self.times * median(lengths[present])
+        return limit_of(lengths, self.times, present).most
 
     def _bounded(
-        self, replies: Replies, origin: Tensor, lengths: Tensor, limit: Tensor, present: Tensor
+        self, replies: Replies, lengths: Tensor, limit: Tensor, present: Tensor
     ) -> Replies:
-        """Return the replies with all bounds; in "drop", without the clients that are too long."""
-        models = _shortened(replies.models, lengths, limit, origin)
+        """Bound what comes beside the rows; in "drop", leave out clients that are too long."""
 
         def report(column: Tensor) -> Tensor:
             if not column.is_floating_point():
@@ -109,17 +111,15 @@ class NormBound(MergesStatistics, Wrapper):
             reported = column.flatten(1).norm(dim=1) if column.dim() > 1 else column.abs()
             return _shortened(column, reported, self._limit(reported, present))
 
-        usual = median(replies.weights[present])
+        rows = limit_of(replies.weights, self.claims).most
         bounded = replace(
             replies,
-            models=models,
-            weights=torch.where(
-                replies.weights > self.claims * usual, self.claims * usual, replies.weights
-            ),
+            weights=torch.where(replies.weights > rows, rows, replies.weights),
             steps=self._claimed(replies.steps, present),
             lr_sum=self._claimed(replies.lr_sum, present),
             effective_steps=self._claimed(replies.effective_steps, present),
             last_loss=self._claimed(replies.last_loss, present),
+            train_loss=self._claimed(replies.train_loss, present),
             reports=mapped(report, replies.reports),
         )
         short = torch.nonzero(~(lengths > limit))[:, 0]
@@ -139,10 +139,10 @@ class NormBound(MergesStatistics, Wrapper):
         """Return the clients' gradients and counts with the same bounds."""
         present = probe.weights > 0
         lengths = probe.gradients.norm(dim=1)
-        usual = self.claims * median(probe.weights[present])
+        rows = limit_of(probe.weights, self.claims).most
         return Probe(
             _shortened(probe.gradients, lengths, self._limit(lengths, present)),
-            torch.where(probe.weights > usual, usual, probe.weights),
+            torch.where(probe.weights > rows, rows, probe.weights),
         )
 
 

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from fedbasin.core.bounds import Bounded, within
 from fedbasin.core.catalogue import entry
+from fedbasin.core.method import Replies
 from fedbasin.core.rng import Key, normal
-from fedbasin.core.round import Gathered, Sent
+from fedbasin.core.round import Sent
 from fedbasin.core.tree import mapped
 
 _NEEDS_CLASSES = "changes labels, and the targets have no classes: take an attack on updates"
@@ -309,18 +310,17 @@ class Hostility:
         known = torch.tensor(sorted(self.clients), dtype=clients.dtype, device=clients.device)
         return torch.isin(clients, known)
 
-    def forged(self, gathered: Gathered, sent: Sent, key: Key) -> Gathered:
+    def forged(self, replies: Replies, sent: Sent, key: Key) -> Replies:
         """Return what a cohort sends after its hostile members have forged their part.
 
         Args:
-            gathered: what it would send.
+            replies: what it would send.
             sent: what it was sent.
             key: the run's randomness.
         """
-        replies = gathered.replies
         hostile = self.among(replies.clients)
         if not bool(hostile.any()):
-            return gathered
+            return replies
         keys = _numbered(key.fold("attack", sent.round))
 
         def forge(rows: Tensor) -> Tensor:
@@ -331,15 +331,13 @@ class Hostility:
 
         models = sent.vector + forge(replies.models - sent.vector)
         honest_stay = torch.where(hostile[:, None], models, replies.models)
-        buffers = sent.buffers + forge(gathered.buffers - sent.buffers)
-        return gathered._replace(
-            replies=replace(
-                replies,
-                models=honest_stay,
-                weights=self.attack.claimed(replies.weights, hostile),
-                reports=mapped(forge, replies.reports),
-            ),
-            buffers=torch.where(hostile[:, None], buffers, gathered.buffers),
+        buffers = sent.buffers + forge(replies.buffers - sent.buffers)
+        return replace(
+            replies,
+            models=honest_stay,
+            weights=self.attack.claimed(replies.weights, hostile),
+            buffers=torch.where(hostile[:, None], buffers, replies.buffers),
+            reports=mapped(forge, replies.reports),
         )
 
 

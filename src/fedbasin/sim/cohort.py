@@ -271,13 +271,14 @@ class CohortExecutor(Executor):
                 device=vector.device,
             ),
             last_loss=progress.sums[:, 2] / progress.sums[:, 3].clamp(min=1),
+            train_loss=progress.sums[:, 0] / progress.sums[:, 1].clamp(min=1),
+            buffers=progress.point.buffers,
             reports=tuple(report for _, report in ends),
         )
-        losses = progress.sums[:, 0] / progress.sums[:, 1].clamp(min=1)
         states = tuple(state for state, _ in ends)
         if trainer.keep_optimiser:
             states = (*states, progress.point.state)
-        return _Part(replies, progress.point.buffers, states, losses)
+        return _Part(replies, states)
 
     def _fresh(self, vector: Tensor, count: int) -> Any:
         """Return the optimiser's first state for `count` clients."""
@@ -534,9 +535,7 @@ class _Part(NamedTuple):
     """The result of one chunk."""
 
     replies: Replies
-    buffers: Tensor
     own: tuple[Any, ...]
-    losses: Tensor
 
 
 def _joined(parts: list[_Part], back: Tensor) -> _Part:
@@ -556,8 +555,8 @@ def _gathered(part: _Part, counts: list[int]) -> list[Gathered]:
             mine = mapped(lambda leaf: leaf[rows].clone(), part)  # noqa: B023  (called at once)
         weights = mine.replies.weights
         own = [row(mine.own, i) for i in range(count)]
-        loss = (mine.losses * weights).sum() / weights.sum()
-        found.append(Gathered(mine.replies, mine.buffers, own, loss))
+        loss = (mine.replies.train_loss * weights).sum() / weights.sum()
+        found.append(Gathered(mine.replies, own, loss))
     return found
 
 

@@ -84,7 +84,7 @@ class HomeTraining:
             gathered = self.executor.train([launch])[0]
             _log.info("%s: %d of %d clients", self.name, first + len(block), len(clients))
             ids = torch.from_numpy(block).to(vector.device)
-            yield ids, gathered.replies.models, gathered.buffers
+            yield ids, gathered.replies.models, gathered.replies.buffers
 
 
 @dataclass(frozen=True)

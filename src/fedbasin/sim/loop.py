@@ -104,6 +104,7 @@ def gather(cohort: np.ndarray, trained: list[Trained], like: Tensor) -> Gathered
     def numbers(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=like.device)
 
+    losses = torch.stack([t.mean_loss for t in trained])
     replies = Replies(
         models=torch.stack([t.vector for t in trained]),
         weights=numbers([t.examples for t in trained]),
@@ -112,13 +113,9 @@ def gather(cohort: np.ndarray, trained: list[Trained], like: Tensor) -> Gathered
         lr_sum=numbers([t.lr_sum for t in trained]),
         effective_steps=numbers([t.length for t in trained]),
         last_loss=torch.stack([t.last_loss for t in trained]),
+        train_loss=losses,
+        buffers=torch.stack([t.buffers for t in trained]),
         reports=stack([t.reports for t in trained]),
     )
     weights = replies.weights / replies.weights.sum()
-    losses = torch.stack([t.mean_loss for t in trained])
-    return Gathered(
-        replies,
-        torch.stack([t.buffers for t in trained]),
-        [t.own for t in trained],
-        (losses * weights).sum(),
-    )
+    return Gathered(replies, [t.own for t in trained], (losses * weights).sum())

@@ -73,7 +73,6 @@ class Rows(NamedTuple):
     """What comes back for every client of a shard; leaves are arrays [c, ...]."""
 
     replies: Replies
-    buffers: Any
     own: Any
 
 
@@ -103,7 +102,7 @@ class Worker:
         states = ClientStates(self._trainer.zero_state(sent.vector), sent.vector)
         states.put(clients.tolist(), [row(own, i) for i in range(len(clients))], sent.round)
         gathered = self._engine.train([Launch(clients, sent, plan, states, key)])[0]
-        rows = Rows(gathered.replies, gathered.buffers, stack(gathered.own))
+        rows = Rows(gathered.replies, stack(gathered.own))
         return _arrays(rows), float(gathered.train_loss)
 
     def probe(self, clients: np.ndarray, sent: Sent) -> Probe:
@@ -191,7 +190,7 @@ class RayExecutor(Executor):
         losses = np.array([loss for _, loss in parts])
         loss = torch.tensor((losses * samples).sum() / samples.sum(), device=sent.vector.device)
         own = [row(rows.own, i) for i in range(len(cohort))]
-        return Gathered(rows.replies, rows.buffers, own, loss)
+        return Gathered(rows.replies, own, loss)
 
     def probe(self, requests: Sequence[ProbeRequest]) -> list[Probe]:
         """Return the full gradients of each request's cohort at the model it was sent."""

@@ -272,7 +272,8 @@ class Simulation:
         self._launch = None  # it may hold a gradient of every client
         federation = self.federation
         if gathered is not None and federation.hostility is not None:
-            gathered = federation.hostility.forged(gathered, launch.sent, federation.key)
+            forged = federation.hostility.forged(gathered.replies, launch.sent, federation.key)
+            gathered = gathered._replace(replies=forged)
         before = self.server
         seconds = federation.clock() - self._began
         returned = Returned(gathered, self._traffic(launch, gathered), seconds)
@@ -301,7 +302,7 @@ class Simulation:
         up = count_bytes(launch.probe) + count * _REPLY_NUMBERS
         if gathered is not None:
             replies = gathered.replies
-            up += count_bytes((replies.models, gathered.buffers, replies.reports))
+            up += count_bytes((replies.models, replies.buffers, replies.reports))
         return Traffic(
             replies=count,
             dropped=self._drawn - count,

@@ -17,7 +17,9 @@ def replies_in(rng, cohort):
     numbers = (torch.from_numpy(rng.uniform(1, 9, size=count)) for _ in range(5))
     models = torch.from_numpy(rng.normal(size=(count, SIZE))).float()
     weights, steps, lr_sum, effective, losses = numbers
-    return Replies(models, weights, torch.from_numpy(cohort), steps, lr_sum, effective, losses)
+    clients = torch.from_numpy(cohort)
+    none = models[:, :0]
+    return Replies(models, weights, clients, steps, lr_sum, effective, losses, losses, none)
 
 
 def check(memory, records, picked, weights, archive):

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedbasin.core.method import Replies
 from fedbasin.core.vectors import Layout
 from fedbasin.deploy.bounds import MOST_NUMBERS, check_size
 from fedbasin.deploy.clients import ASK
 from fedbasin.deploy.cohort import Cohort
 from fedbasin.deploy.mail import GaveUp
-from fedbasin.deploy.replies import Collected
 from fedbasin.deploy.secure.client import KEYS, MAIL, NUMBERS, SHARES, UNMASK, WORDS
 from fedbasin.deploy.secure.quantise import Sums, rounding
 from fedbasin.deploy.secure.server import RoundFailed, ServerProtocol
 from fedbasin.deploy.secure.settings import SECURE
-from fedbasin.deploy.secure.update import collected_of
+from fedbasin.deploy.secure.update import reply_of
 from fedbasin.deploy.wire import Refused, content_bytes, fault, from_flower, read_array, the_record
 
 _MOST_FOR_ONE = 1024  # bytes of shares and hashes for one other client
@@ -49,9 +49,9 @@ class MaskedCollector:
         return len(self.protocol.survivors)
 
     @property
-    def mergeable(self) -> bool:
-        """Whether there is a sum that may be opened."""
-        return bool(self.protocol.survivors)
+    def counted(self) -> frozenset[int]:
+        """The clients whose words were added up."""
+        return frozenset(self.protocol.survivors)
 
     def take(self, client: int, node: int, reply: Message, rows: int | None = None) -> None:
         """Check a reply and add it, or refuse it with the reason.
@@ -133,7 +133,7 @@ class SecureCohort(Cohort):
             del arrived  # or two updates would be in memory while the next one arrives
             yield reply.pop()
 
-    def collected(self, server: Tensor) -> Collected | None:
+    def collected(self, server: Tensor) -> Replies | None:
         """Open the sum and return it as one reply, once; None if the round has none."""
         if self.failed:
             return None
@@ -144,7 +144,7 @@ class SecureCohort(Cohort):
             words, sums = protocol.open()
             if sums is None:
                 raise RoundFailed("no client has a row")
-            found = collected_of(
+            replies = reply_of(
                 protocol.session,
                 words,
                 sums,
@@ -157,7 +157,7 @@ class SecureCohort(Cohort):
             self._fail(reason)
             return None
         self.sums = sums
-        return found
+        return replies
 
     def reasons(self) -> str:
         """Return why the round has no sum, then who was refused and why."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fedbasin.core.method import Replies
 from fedbasin.core.vectors import Layout
-from fedbasin.deploy.replies import Collected
 from fedbasin.deploy.secure.quantise import Numbers, Sums, quantise, restore
 from fedbasin.deploy.secure.settings import Session
 from fedbasin.local.train import Trained
@@ -71,7 +70,7 @@ def _change(after: Tensor, before: Tensor) -> np.ndarray:
     return change
 
 
-def collected_of(
+def reply_of(
     session: Session,
     words: np.ndarray,
     sums: Sums,
@@ -79,7 +78,7 @@ def collected_of(
     server: Tensor,
     buffers: Tensor,
     statistics: Layout,
-) -> Collected:
+) -> Replies:
     """Return the opened sum as one client that sent the mean: the server's part.
 
     Args:
@@ -110,7 +109,7 @@ def collected_of(
     def one(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor([value], dtype=dtype, device=server.device)
 
-    replies = Replies(
+    return Replies(
         models=vector.to(server.device)[None],
         weights=one(sums.examples),
         clients=torch.tensor(survivors[:1], device=server.device),
@@ -118,7 +117,6 @@ def collected_of(
         lr_sum=one(sums.lr_sum),
         effective_steps=one(sums.length),
         last_loss=one(sums.last_loss, server.dtype),
-    )
-    return Collected(
-        replies, renewed.to(server.device)[None], one(sums.mean_loss), frozenset(survivors)
+        train_loss=one(sums.mean_loss),
+        buffers=renewed.to(server.device)[None],
     )

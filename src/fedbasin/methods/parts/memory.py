@@ -9,6 +9,7 @@ With an archive the models lie in its files and the memory itself holds numbers 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,6 +102,7 @@ class Memory:
         models = [self.model(n, int(self.picked[n]), archive) for n in clients.tolist()]
         mine = self.rounds[clients] == self.picked[clients, None]  # one record of each client
         steps, lr_sum, effective = self.work[clients][mine].to(like.device).unbind(1)
+        losses = self.losses[clients][mine].to(like)
         return Replies(
             models=torch.stack([model.to(like) for model in models]),
             weights=self.weights[clients].to(like.device),
@@ -108,7 +110,9 @@ class Memory:
             steps=steps,
             lr_sum=lr_sum,
             effective_steps=effective,
-            last_loss=self.losses[clients][mine].to(like),
+            last_loss=losses,
+            train_loss=torch.full_like(losses, math.nan),  # it is not stored
+            buffers=like.new_zeros(len(models), 0),
         )
 
     @property

@@ -1,4 +1,4 @@
-"""What the robust rules share: a base that merges rows, and medians of columns.
+"""What the robust rules share: a base that merges rows, and distances between rows.
 
 A rule is a function of rows, `combine`. Updates are rows, and so are the clients' BatchNorm
 statistics: both go through the same rule. Sample counts are claims of the clients. They are
@@ -32,22 +32,22 @@ class Robust(MergesStatistics, Method):
         self, state: Any, server: Tensor, replies: Replies, context: Context
     ) -> tuple[Served, Any]:
         """Step along the combined update."""
-        model = server + self.combine(*present_rows(server, replies))
+        model = server + self.combine(*present_rows(replies.models - server, replies))
         return Served(send=model, score=model), state
 
     def merge_statistics(self, before: Tensor, replies: Replies, context: Context) -> Tensor:
         """Combine the changes of the statistics by the same rule."""
-        return before + self.combine(*present_rows(before, replies))
+        return before + self.combine(*present_rows(replies.buffers - before, replies))
 
 
-def present_rows(origin: Tensor, replies: Replies) -> tuple[Tensor, Tensor]:
-    """Return the rows [n, P] as differences from the origin, by rising client, with their counts.
+def present_rows(rows: Tensor, replies: Replies) -> tuple[Tensor, Tensor]:
+    """Return one row of each client by rising client, with the clients' sample counts.
 
     Clients without samples are left out.
     """
     order = replies.clients.argsort()
     order = order[replies.weights[order] > 0]
-    return replies.models[order] - origin, replies.weights[order]
+    return rows[order], replies.weights[order]
 
 
 def assumed_bad(hostile: float, replies: int) -> int:
@@ -69,12 +69,6 @@ def by_columns(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     width = max(_PIECE // max(len(rows), 1), 1)
     pieces: list[Tensor] = [function(piece) for piece in rows.split(width, 1)]
     return torch.cat(pieces)
-
-
-def median(rows: Tensor) -> Tensor:
-    """Return the median of each column; of an even number of rows the mean of the two middle."""
-    ordered = rows.sort(0).values
-    return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
 
 
 def squared_distances(rows: Tensor) -> Tensor:
