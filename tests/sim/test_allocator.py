@@ -50,5 +50,7 @@ def test_other_systems_are_left_alone(monkeypatch):
 def test_a_run_hands_gaps_back_with_every_checkpoint(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(runner, "hand_back_gaps", lambda: calls.append(1))
-    runner.run(toy_federation(FedAvg(), rounds=7), RunFolder(tmp_path), {}, checkpoint_every=3)
+    federation = toy_federation(FedAvg(), rounds=7)
+    options = runner.RunOptions(checkpoint_every=3)
+    runner.drive(runner.Run.open(federation, RunFolder(tmp_path), options))
     assert len(calls) == 3  # after rounds 3, 6 and the last
