@@ -291,13 +291,13 @@ def check(case):
     strategy = strategy_for(
         federation, federation.method, fraction_evaluate=evaluates, patience=0.3, **settings
     )
-    append, refusals = strategy.journal.append, []
+    append, refusals = strategy.journal.append_audited, []
 
-    def noted(record, server, audited, **more):
+    def noted(record, audited):
         refusals.extend(audited.refused)
-        return append(record, server, audited, **more)
+        append(record, audited)
 
-    strategy.journal.append = noted
+    strategy.journal.append_audited = noted
     grid = LocalGrid(
         app_for(federation), CLIENTS, fuzz.trained, misstate=fuzz.answered, carry=lambda m: m
     )

@@ -64,9 +64,10 @@ def stopping_grid(federation, after, **settings):
     return LocalGrid(app_for(federation), 6, tamper, **settings)
 
 
-def test_records_reach_the_disk_before_each_checkpoint(tmp_path, monkeypatch):
+def test_records_reach_the_disk_before_each_checkpoint_and_the_summary(tmp_path, monkeypatch):
     events = []
     sync = RunFolder.sync_rounds
+    write = RunFolder.write_summary
 
     def synced(folder):
         sync(folder)
@@ -76,12 +77,17 @@ def test_records_reach_the_disk_before_each_checkpoint(tmp_path, monkeypatch):
         events.append(("saved", checkpoint.server.round))
         save(path, checkpoint)
 
+    def wrote(folder, summary):
+        events.append(("summary", summary["rounds"]))
+        write(folder, summary)
+
     monkeypatch.setattr(RunFolder, "sync_rounds", synced)
-    monkeypatch.setattr("fedbasin.deploy.resume.save", saved)
+    monkeypatch.setattr(RunFolder, "write_summary", wrote)
+    monkeypatch.setattr("fedbasin.core.journal.save", saved)
     federation = federation_of("fedavg")
     start(federation, LocalGrid(app_for(federation), 6), tmp_path / "a")
     expected = [(what, n) for n in range(1, 5) for what in ("synced", "saved")]
-    assert [event for event in events if event[1]] == expected
+    assert [event for event in events if event[1]] == [*expected, ("synced", 4), ("summary", 4)]
 
 
 @pytest.mark.parametrize(("expression", "after"), STOPS)

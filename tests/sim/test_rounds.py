@@ -310,6 +310,7 @@ def test_records_reach_the_disk_before_each_checkpoint_and_the_summary(tmp_path,
 
     monkeypatch.setattr(RunFolder, "sync_rounds", synced)
     monkeypatch.setattr(RunFolder, "write_summary", wrote)
+    monkeypatch.setattr("fedbasin.core.journal.save", saved)
     monkeypatch.setattr("fedbasin.sim.runner.save", saved)
     federation = toy_federation(FedAvg(), rounds=5)
     run(federation, RunFolder(tmp_path), {}, checkpoint_every=2, branching=[3])

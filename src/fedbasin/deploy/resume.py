@@ -11,9 +11,9 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,12 @@ import torch
 from torch import Tensor
 
 from fedbasin.core.archive import Archive
+from fedbasin.core.journal import Journal
 from fedbasin.core.lock import alone_in
-from fedbasin.core.record import (
-    Headline,
-    RecordError,
-    RoundRecord,
-    RunFolder,
-    write_atomically,
-)
-from fedbasin.core.round import Server, merge_refused, summary_of
-from fedbasin.core.served import ClientTable
-from fedbasin.core.sink import Log, SinkError
-from fedbasin.core.state import load, read, save, write
+from fedbasin.core.record import Headline, RecordError, RoundRecord, RunFolder
+from fedbasin.core.round import Server, merge_refused
+from fedbasin.core.sink import Log
+from fedbasin.core.state import read
 from fedbasin.core.tree import Leaf
 from fedbasin.deploy.audit import FILE, AuditedRound, AuditTrail
 from fedbasin.deploy.seats import Seats
@@ -56,11 +50,11 @@ class Saved:
     refused: str  # JSON: how often replies were refused, by client and reason
 
 
-class Journal:
-    """The records of a federation. Without a folder they are in memory alone.
+class ServerJournal(Journal):
+    """The journal of a federation. It keeps its name, who was merged, refusals and the audit trail.
 
     Args:
-        settings: where they go, and how often a checkpoint is written.
+        settings: where records go, and how often a checkpoint is written.
         method: the run's method. A checkpoint of another method is refused.
         seed: the run's seed. A checkpoint of another seed is refused.
         headline: the metric that runs are compared by.
@@ -68,23 +62,37 @@ class Journal:
 
     # Set up by `restored`; as `Saved` has them.
     name: str
-    records: list[RoundRecord]
     merged: Tensor
     refused: Counter[str]
 
     def __init__(
         self, settings: Records, method: str, seed: int, headline: Headline | None = None
     ) -> None:
-        self.settings = settings
-        self.folder = None if settings.folder is None else RunFolder(Path(settings.folder))
+        folder = None if settings.folder is None else RunFolder(Path(settings.folder))
+        path = Path() if folder is None else folder.path
+        known = {**settings.facts, "method": method, "seed": seed}
+        super().__init__(
+            folder,
+            Log(sinks_of(settings.log), path, path, known),
+            {**known, "executor": "flower"},
+            settings.checkpoint_every,
+            time.monotonic,
+        )
         self.method = method
         self.seed = seed
-        self.headline = headline or Headline()
-        path = Path() if self.folder is None else self.folder.path
-        said = {**settings.facts, "method": method, "seed": seed}
-        self.log = Log(sinks_of(settings.log), path, path, said)
+        self._headline = headline or Headline()
         self._archive: Archive | None = None
-        self.audit = AuditTrail(None if self.folder is None else path / FILE)
+        self.audit = AuditTrail(None if folder is None else path / FILE)
+
+    @property
+    def headline(self) -> Headline:
+        """The metric that the run is judged by; that of clients where they alone have scored."""
+        of_clients = f"clients_{self._headline.name}_mean_by_rows"
+        scored = [set(_known(record)) for record in self.records]
+        alone = not any(self._headline.name in names for names in scored)
+        if alone and any(of_clients in names for names in scored):
+            return self._headline._replace(name=of_clients)
+        return self._headline
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -105,11 +113,6 @@ class Journal:
         """Return which node key holds which client's number."""
         return Seats(None if self.folder is None else self.folder.path / "seats.toml")
 
-    def sweep(self) -> None:
-        """Delete the files that the method's state no longer needs."""
-        if self._archive is not None:
-            self._archive.sweep()
-
     def mark_merged(self, clients: Iterable[int], round: int) -> None:
         """Note that the replies of some clients were merged in a round, counted from 1."""
         self.merged[sorted(clients)] = round
@@ -121,35 +124,21 @@ class Journal:
 
     def restored(self, fresh: Server, clients: int) -> Server:
         """Return the server of the last checkpoint, or the fresh one."""
-        self._began = time.monotonic()
-        self._spent = 0.0
-        self.records = []
         self.name = secrets.token_hex(8)  # a new federation, unless a checkpoint names one
         self.merged = torch.zeros(clients, dtype=torch.int64)
         self.refused = Counter()
-        if self.folder is None:
-            return fresh
-        if not (held := self._held()):
-            self.folder.keep_rounds(0)
-            self.log.open([])
-            self._begin_audit(0)
-            return fresh
-        self._compare("method", held.get("method"), self.method)
-        self._compare("seed", held.get("seed"), self.seed)
-        self._compare("number of clients", held.get("clients"), clients)
-        saved: Saved = load(self.folder.checkpoint, self._saved(fresh))
-        self.name = saved.name
-        self._spent = saved.seconds
-        server = saved.server
-        self.merged = saved.merged
-        self.refused = Counter(json.loads(saved.refused))
-        self._compare("number of parameters", server.send.numel(), fresh.send.numel())
-        self.records = self.folder.keep_rounds(server.round)
-        self.log.open(self.records)
+        held = self._held()
+        if held:
+            self._compare("method", held.get("method"), self.method)
+            self._compare("seed", held.get("seed"), self.seed)
+            self._compare("number of clients", held.get("clients"), clients)
+            send = held.get("server.send")
+            size = send.numel() if isinstance(send, Tensor) else None
+            self._compare("number of parameters", size, fresh.send.numel())
+        server = self.open(fresh)
         self._begin_audit(server.round)
-        _log.info("Resuming after round %d from %s", server.round, self.folder.checkpoint)
-        if torch.equal(server.send, server.score):
-            server = replace(server, score=server.send)  # one model, as it was before saving
+        if self.folder is not None and held:
+            _log.info("Resuming after round %d from %s", server.round, self.folder.checkpoint)
         return server
 
     def _compare(self, what: str, held: Leaf, own: Leaf) -> None:
@@ -167,47 +156,22 @@ class Journal:
                 "%s was changed: %s; new lines are added at its end", self.audit.file, found.broken
             )
 
-    def add(self, record: RoundRecord, audited: AuditedRound) -> SinkError | None:
-        """Add a round without a checkpoint; return the error of a sink that failed."""
-        self.records.append(record)
-        if self.folder is None:
-            return None
-        self.audit.add(audited)  # first: what a checkpoint holds has its line
-        _log.info("\t├──> Audit trail after round %d: %s", record.round, self.audit.head)
-        self.folder.append(record)
-        return self.log.record(record)
-
-    def append(
-        self, record: RoundRecord, server: Server, audited: AuditedRound, *, last: bool
-    ) -> bool:
-        """Add a round; return whether a checkpoint was written."""
-        failed = self.add(record, audited)
-        if self.folder is None:
-            return False
-        due = last or record.round % self.settings.checkpoint_every == 0
-        if not due and failed is None:
-            return False
-        self.folder.sync_rounds()
-        save(self.folder.checkpoint, self._saved(server))
-        if failed is not None:
-            raise failed
-        return True
-
-    def keep_clients(self, table: ClientTable) -> None:
-        """Write what each client measured last."""
+    def append_audited(self, record: RoundRecord, audited: AuditedRound) -> None:
+        """Add a round's record, and its line of the audit trail."""
         if self.folder is not None:
-            write_atomically(self.folder.client_table, table.to_csv())
+            self.audit.add(audited)  # first: what a checkpoint holds has its line
+            _log.info("\t├──> Audit trail after round %d: %s", record.round, self.audit.head)
+        self.append(record)
 
-    def _judged_by(self) -> Headline:
-        """Return the headline; that of clients where they alone have scored the models."""
-        of_clients = f"clients_{self.headline.name}_mean_by_rows"
-        scored = [set(_known(record)) for record in self.records]
-        alone = not any(self.headline.name in names for names in scored)
-        if alone and any(of_clients in names for names in scored):
-            return self.headline._replace(name=of_clients)
-        return self.headline
+    def save(self, server: Server) -> None:
+        """Save a checkpoint, and delete the files that the method's state no longer needs."""
+        super().save(server)
+        # After a refused merge the old state needs its models.
+        if self._archive is not None and not merge_refused(self.records[-1]):
+            self._archive.sweep()
 
-    def _saved(self, server: Server) -> Saved:
+    def content(self, server: Server) -> Saved:
+        """Return what a checkpoint holds."""
         return Saved(
             server=server,
             name=self.name,
@@ -219,43 +183,26 @@ class Journal:
             refused=json.dumps(self.refused),
         )
 
+    def restore(self, content: Saved) -> None:
+        """Take back the federation's name, who was merged, and refusals."""
+        self.name = content.name
+        self.merged = content.merged
+        self.refused = Counter(json.loads(content.refused))
+
+    def facts_at_end(self) -> dict[str, Any]:
+        """Return what was dropped and refused, and the head of the audit trail."""
+        facts = {
+            "dropped": sum(record.dropped for record in self.records),
+            "refused": dict(self.refused),
+            "merge_refused": sum(map(merge_refused, self.records)),
+        }
+        return facts if self.folder is None else {**facts, "audit": self.audit.head}
+
     def _held(self) -> dict[str, Leaf]:
         """Return what the checkpoint holds, by path; nothing where there is none."""
         if self.folder is None or not self.folder.checkpoint.exists():
             return {}
         return read(self.folder.checkpoint)
-
-    def seconds(self) -> float:
-        """Return how long the federation has run, over all its starts."""
-        return self._spent + time.monotonic() - self._began
-
-    def finish(self, named: Mapping[str, Tensor], failed: str | None = None) -> dict[str, Any]:
-        """Write the scored model and the summary; return the summary.
-
-        Args:
-            named: the model under the network's own names.
-            failed: why the run failed. Its model is not written.
-        """
-        summary = {
-            **self.settings.facts,
-            "method": self.method,
-            "seed": self.seed,
-            "executor": "flower",
-        }
-        status = "finished" if failed is None else "failed"
-        summary |= summary_of(self.records, self.seconds(), self._judged_by(), status, failed)
-        summary |= {
-            "dropped": sum(record.dropped for record in self.records),
-            "refused": dict(self.refused),
-            "merge_refused": sum(map(merge_refused, self.records)),
-        }
-        if self.folder is not None:
-            summary["audit"] = self.audit.head
-            self.folder.write_summary(summary)
-        if self.folder is not None and failed is None:
-            write(self.folder.model, {n: t.cpu().contiguous().clone() for n, t in named.items()})
-        self.log.finish(summary)
-        return summary
 
 
 def _known(record: RoundRecord) -> list[str]:

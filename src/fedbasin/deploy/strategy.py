@@ -58,7 +58,7 @@ from fedbasin.deploy.merge import Lenient, NothingMerged, gathered_of, merged_re
 from fedbasin.deploy.private import gather_private
 from fedbasin.deploy.probe import gather_gradients
 from fedbasin.deploy.replies import Collector
-from fedbasin.deploy.resume import Journal
+from fedbasin.deploy.resume import ServerJournal
 from fedbasin.deploy.secure import Secure
 from fedbasin.deploy.secure.attempts import next_attempt
 from fedbasin.deploy.secure.cohort import MaskedCollector, SecureCohort
@@ -173,7 +173,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         headline = self.server_side.headline()
         records = records or Records()
         records = replace(records, facts={**records.facts, **guarantee_of(self.method)})
-        self.journal = Journal(records, str(self.method), seed, headline)
+        self.journal = ServerJournal(records, str(self.method), seed, headline)
 
     def summary(self) -> None:
         """Log what the strategy is."""
@@ -250,10 +250,8 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             result.arrays = self._scored(arrays)
             record = self._examine(self._record, grid, evaluate, evaluate_fn, result)
             record = replace(record, seconds=time.perf_counter() - began)
-            saved = self.journal.append(record, self._server, self._audited, last=now == rounds)
-            # After a refused merge the old state needs its models.
-            if saved and not merge_refused(record):
-                self.journal.sweep()
+            self.journal.append_audited(record, self._audited)
+            self.journal.checkpoint(self._server, last=now == rounds)
         asked = any(record.bytes_down for record in self.journal.records)
         if asked and not self.journal.merged.any():  # a draw by chance may ask nobody at all
             known = "; ".join(why for why, _ in self.journal.refused.most_common(3))
@@ -277,7 +275,7 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
         else:
             return
         before = f"{failed} rounds running" if learnt else "no round was merged before"
-        self.journal.add(self._record, self._audited)
+        self.journal.append_audited(self._record, self._audited)
         raise NothingMerged(
             f"round {round} ({before}): {why}; correct this and start the run again"
         )
@@ -627,7 +625,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
                 yield arrived
 
     def _finish(self, result: Result, failed: str | None = None) -> None:
-        summary = self.journal.finish(result.arrays.to_torch_state_dict(), failed)
+        model = result.arrays.to_torch_state_dict()
+        status = "finished" if failed is None else "failed"
+        summary = self.journal.finish(model, status, failed)
         _log.info("")
         _log.info("Strategy execution %s in %.2fs", summary["status"], summary["seconds"])
         if failed is not None:

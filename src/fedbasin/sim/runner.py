@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from fedbasin.core.journal import Journal
 from fedbasin.core.protocols import shared_prefix, state_from_prefix
-from fedbasin.core.record import RoundRecord, RunFolder, write_atomically
-from fedbasin.core.round import Gathered, Launch, Server, summary_of
+from fedbasin.core.record import Headline, RoundRecord, RunFolder, write_atomically
+from fedbasin.core.round import Gathered, Launch, Server
 from fedbasin.core.sink import Log, Sink
-from fedbasin.core.state import load, save, write
+from fedbasin.core.state import load, save
 from fedbasin.core.system import peak_memory
 from fedbasin.sim.allocator import hand_back_gaps
 from fedbasin.sim.clients import ClientStates, SavedStates
@@ -72,6 +73,41 @@ class RunOptions:
     root: Path | None = None
 
 
+@dataclass(eq=False)
+class RunJournal(Journal):
+    """The journal of a simulated run. Its checkpoints hold the clients' states."""
+
+    federation: Federation
+    states: ClientStates
+
+    @property
+    def headline(self) -> Headline:
+        """The metric that the run is judged by."""
+        return self.federation.headline
+
+    def content(self, server: Server) -> Checkpoint:
+        """Return what a checkpoint holds."""
+        return Checkpoint(server, self.states.kept(), self.seconds())
+
+    def restore(self, content: Checkpoint) -> None:
+        """Take back the clients' states."""
+        self.states.restore(content.clients)
+
+    def facts_at_end(self) -> dict[str, Any]:
+        """Return what the run took, and how it was computed."""
+        return {**_peaks(), **self.federation.facts(), "client_states": self.states.where}
+
+    def save(self, server: Server) -> None:
+        """Save a checkpoint, and delete what only the one before needed."""
+        table = self.federation.client_table(self.records)
+        if table is not None:
+            self.keep_clients(table)
+        super().save(server)
+        self.states.mark_saved()
+        self.federation.sweep()
+        hand_back_gaps()
+
+
 class Run:
     """A run on disk, new or resumed. Whoever drives it trains between the halves of a round.
 
@@ -90,17 +126,22 @@ class Run:
         self.folder = folder
         self._options = options
         root = options.root or folder.path
-        self._log = Log(options.sinks, folder.path, root, options.settings)
-        resources.callback(self._log.close)
+        log = Log(options.sinks, folder.path, root, options.settings)
+        resources.callback(log.close)
         record_data(folder, federation.data)
-        server, states, self._spent = _restored(federation, folder)
-        self._records = folder.keep_rounds(server.round)
         if federation.holdings is not None:
             write_atomically(folder.partition, federation.holdings.to_csv())
-        self._log.open(self._records)
-        self._began = federation.clock()
-        self._simulation = Simulation(federation, server, states)
-        self._saved = server.round  # the round of the last checkpoint
+        fresh, states = federation.begin()
+        self._journal = RunJournal(
+            folder,
+            log,
+            options.facts,
+            options.checkpoint_every,
+            federation.clock,
+            federation,
+            states,
+        )
+        self._simulation = Simulation(federation, self._journal.open(fresh), states)
         self._status = "running"
         self._reason: str | None = None
         until = options.until
@@ -149,28 +190,21 @@ class Run:
             self._status = "diverged"
             self._reason = str(error)
             return
-        self.folder.append(record)
-        self._records.append(record)
+        self._journal.append(record)
         on_round = self._options.on_round
         if on_round is not None and on_round(record) is True:
             self._status = "finished"
             self._reason = f"ended early by on_round after round {record.round}"
-        failed = self._log.record(record)
         if record.round in self._options.branching:
             self.folder.sync_rounds()
-            _save_branching(self.folder, self._checkpoint())
-        due = record.round % self._options.checkpoint_every == 0
-        if due or failed is not None or not self.goes_on():
-            self._save()
-        if failed is not None:
-            raise failed
+            _save_branching(self.folder, self._journal.content(self._server))
+        self._journal.checkpoint(self._server, last=not self.goes_on())
 
     def stop(self) -> None:
         """End after the round that is over, at the user's wish; a run that is over stays so."""
         if not self.goes_on():
             return
-        if self._saved != self._server.round:
-            self._save()
+        self._journal.checkpoint(self._server, last=True)
         self._status = "stopped"
         self._reason = f"stopped by the user after round {self._server.round}"
 
@@ -183,15 +217,8 @@ class Run:
             paused = self._end < self.federation.rounds
             self._status = "paused" if paused else "finished"
             self._reason = f"paused after round {self._end}" if paused else None
-        headline = self.federation.headline
-        measured = summary_of(self._records, self._seconds(), headline, self._status, self._reason)
-        summary = {**self._options.facts, **measured, **_peaks(), **self.federation.facts()}
-        summary["client_states"] = self._simulation.states.where
-        self.folder.sync_rounds()
-        self.folder.write_summary(summary)
-        if self._status == "finished":
-            _ship(self.federation, self._server, self.folder)
-        self._log.finish(summary)
+        model = self.federation.net.state_dict(self._server.score, self._server.buffers)
+        summary = self._journal.finish(model, self._status, self._reason)
         if self._status == "stopped":
             raise Interrupted(f"{self._reason}; resume it with: fedbasin resume {self.folder.path}")
         return summary
@@ -199,24 +226,6 @@ class Run:
     def close(self) -> None:
         """Close the log, let go of the lock and free the executors."""
         self._resources.close()
-
-    def _seconds(self) -> float:
-        return self._spent + self.federation.clock() - self._began
-
-    def _checkpoint(self) -> Checkpoint:
-        return Checkpoint(self._server, self._simulation.states.kept(), self._seconds())
-
-    def _save(self) -> None:
-        """Save a checkpoint, and delete what only the one before needed."""
-        table = self.federation.client_table(self._records)
-        if table is not None:
-            write_atomically(self.folder.client_table, table.to_csv())
-        self.folder.sync_rounds()
-        save(self.folder.checkpoint, self._checkpoint())
-        self._saved = self._server.round
-        self._simulation.states.mark_saved()
-        self.federation.sweep()
-        hand_back_gaps()
 
 
 Opened = Run | Summary  # a summary is of a run that is over already
@@ -274,25 +283,6 @@ def _save_branching(folder: RunFolder, checkpoint: Checkpoint) -> None:
     path = folder.branching(checkpoint.server.round)
     path.parent.mkdir(exist_ok=True)
     save(path, checkpoint)
-
-
-def _restored(federation: Federation, folder: RunFolder) -> tuple[Server, ClientStates, float]:
-    server, states = federation.begin()
-    if not folder.checkpoint.exists():
-        return server, states, 0.0
-    empty = Checkpoint(server, states.kept(), 0.0)
-    checkpoint: Checkpoint = load(folder.checkpoint, empty)
-    states.restore(checkpoint.clients)
-    server = checkpoint.server
-    if torch.equal(server.send, server.score):
-        server = replace(server, score=server.send)  # one model, as it was before saving
-    return server, states, checkpoint.seconds
-
-
-def _ship(federation: Federation, server: Server, folder: RunFolder) -> None:
-    """Write the scored model under the network's own parameter names."""
-    named = federation.net.state_dict(server.score, server.buffers)
-    write(folder.model, {name: tensor.cpu().contiguous() for name, tensor in named.items()})
 
 
 def _peaks() -> dict[str, int | None]:
