@@ -50,3 +50,25 @@ def test_updates_and_reports_are_bounded_alike(action, seed):
     torch.testing.assert_close(ours.models, theirs.models, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours.reports[0][0], theirs.reports[0][0])
     assert float((ours.models - server).norm(dim=1).max()) < float(moves.norm(dim=1).max())
+
+
+def replies_with(reports, models=None):
+    """Replies of a cohort that differ in what the clients report."""
+    server = torch.zeros(2, dtype=torch.float64)
+    models = torch.ones(len(reports[0]), 2, dtype=torch.float64) if models is None else models
+    return replace(replies_of(models, [5.0] * len(models)), reports=(reports,)), server
+
+
+def test_a_report_of_one_number_is_bounded():
+    replies, server = replies_with((torch.tensor([1.0, 1.0, 96.0, 1.0]),))
+    ours, excess = guarded(replies, server, Guard(3.0, weight=None))
+    assert ours.reports[0][0].tolist() == [1.0, 1.0, 3.0, 1.0]
+    assert [client for client, _ in excess.far] == [2]
+
+
+def test_everybody_may_be_dropped():
+    """Each is far beyond the others in a report of its own."""
+    reports = tuple(1 + 99 * torch.eye(3, dtype=torch.float64))
+    replies, server = replies_with(reports)
+    ours, excess = guarded(replies, server, Guard(3.0, "drop", weight=None))
+    assert len(ours.clients) == 0 and excess.dropped == {0, 1, 2}

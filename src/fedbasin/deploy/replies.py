@@ -349,9 +349,10 @@ def guarded(replies: Replies, server: Tensor, guard: Guard) -> tuple[Replies, Ex
         for row, times in ((row, f"{guard.times * excess[row]:.3g}") for row in sorted(excess))
     ]
     if guard.action == "drop":
-        near = [row for row in range(len(replies.clients)) if row not in excess]
+        near = torch.ones(len(replies.clients), dtype=torch.bool, device=server.device)
+        near[list(excess)] = False
         dropped = frozenset(client for client, _ in far)
-        return replies.take(torch.tensor(near, device=server.device)), Excess(far, heavy, dropped)
+        return replies.take(near), Excess(far, heavy, dropped)
     return replace(replies, models=server + moves, reports=reports), Excess(far, heavy)
 
 
@@ -385,7 +386,7 @@ def clipped(rows: Tensor, times: float, excess: dict[int, float]) -> Tensor:
     """Return rows [C, ...] of which none is too long; note by how much some were."""
     if not rows.is_floating_point():
         return rows
-    norms = torch.linalg.vector_norm(rows.flatten(1), dim=1)
+    norms = torch.linalg.vector_norm(rows[..., None].flatten(1), dim=1)
     limit = limit_of(norms, times, least=FEWEST, lower=True).most
     far = norms > limit
     if not bool(far.any()):
