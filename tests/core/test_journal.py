@@ -144,6 +144,8 @@ def test_a_round_is_saved_once(tmp_path, monkeypatch):
     journal.checkpoint(server, last=False)
     steps = calls(monkeypatch, after=None)
     journal.checkpoint(server, last=True)
+    again = toy(tmp_path)
+    again.checkpoint(again.open(fresh()), last=True)
     assert not steps
 
 
