@@ -83,7 +83,7 @@ def test_a_run_in_which_nobody_was_drawn_is_finished(tmp_path):
     run(f"dp({UNIFORM})", who="poisson(rate=1e-9)", rounds=2, records=Records(tmp_path / "run"))
     folder = RunFolder(tmp_path / "run")
     assert folder.read_summary()["status"] == "finished"
-    assert [record.bytes_down for record in folder.read_rounds()] == [0, 0]
+    assert [record.replies for record in folder.read_rounds()] == [0, 0]
 
 
 def test_of_other_draws_nothing_is_gained():

@@ -252,8 +252,9 @@ class FedbasinStrategy(Strategy):  # type: ignore[misc]
             record = replace(record, seconds=time.perf_counter() - began)
             self.journal.append_audited(record, self._audited)
             self.journal.checkpoint(self._server, last=now == rounds)
-        asked = any(record.bytes_down for record in self.journal.records)
-        if asked and not self.journal.merged.any():  # a draw by chance may ask nobody at all
+        # Of a private method, a round in which chance drew nobody adds its noise all the same.
+        changed = any(record.update_norm for record in self.journal.records)
+        if self.journal.records and not changed and not self.journal.merged.any():
             known = "; ".join(why for why, _ in self.journal.refused.most_common(3))
             why = known or self._cohort.reasons() or "the log says why"
             raise NothingMerged(f"no round of {rounds} merged a reply: {why}")
